@@ -14,7 +14,6 @@ from orthojax.config import Config, DataConfig, OptimConfig, TrainConfig
 from orthojax.model import gpt2
 from orthojax.ops import dot_product_attention
 from orthojax.ops.attention import cudnn
-from orthojax.ops.attention.inputs import prepare_inputs
 from orthojax.optim import Rotation, orthoadam
 from orthojax.train.step import TrainState, init_state, make_train_step
 
@@ -57,17 +56,6 @@ def test_cudnn_is_the_definition(case):
         return dot_product_attention(*halves, implementation="cudnn", **options).astype(jnp.float32)
 
     check_definition(attend, arrays, normalizer, rtol=2e-2, atol=2e-2, slope_tolerance=1e-2, **options)
-
-
-@pytest.mark.parametrize("normalizer", ["softmax", "softmax1"])
-def test_the_public_form_trains_at_odd_lengths(normalizer):
-    arrays = [np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in qkv(101, 101, width=64)]
-
-    def attend(*arrays, **options):
-        inputs = prepare_inputs(*(array.astype(jnp.bfloat16) for array in arrays), **options)
-        return cudnn.with_sink_key(inputs, "cudnn").astype(jnp.float32)
-
-    check_definition(attend, arrays, normalizer, rtol=2e-2, atol=2e-2, slope_tolerance=1e-2, is_causal=True)
 
 
 def test_the_device_picks_cudnn_and_falls_back_for_float32():

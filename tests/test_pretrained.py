@@ -11,7 +11,7 @@ import pytest
 from tiny_run import TINY, assert_trees_close, blank_state, drawn_params, inputs, rows
 
 import orthojax
-from orthojax.config import TrainConfig, replace
+from orthojax.config import replace
 from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
@@ -151,11 +151,6 @@ def test_other_token_ids_are_refused(finished, tmp_path, name):
     other = INPUTS._replace(provenance=INPUTS.provenance | {name: "xyz"})
     with pytest.raises(UserError, match=name):
         train(replace(CONFIG, {"train.init_from": str(finished[0])}), other, tmp_path / "tuned")
-
-
-def test_a_change_of_normalizer_needs_a_start():
-    with pytest.raises(UserError, match=r"train\.init_from"):
-        TrainConfig(allow_normalizer_change=True)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

@@ -1,58 +1,30 @@
 """Pure functions on arrays: nothing here depends on flax, optax or any state."""
 
-from orthojax.ops.attention import (
-    ATTENTION_NAME,
-    attention_fn,
-    attention_logits,
-    attention_weights,
-    dot_product_attention,
-    visible_keys,
-    weighted_values,
-)
-from orthojax.ops.cross_entropy import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
-from orthojax.ops.normalizers import (
-    ClippedSoftmax,
-    Normalizer,
-    apply_normalizer,
-    clipped_softmax,
-    gelu,
-    relu,
-    sigmoid,
-    softmax,
-    softmax1,
-    softmax_n,
-    softmax_with_sink,
-)
-from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies, yarn_frequencies, yarn_mscale
-from orthojax.ops.statistics import kurtosis, norm_ratio
-
-__all__ = [
-    "ATTENTION_NAME",
-    "ClippedSoftmax",
-    "Normalizer",
-    "apply_normalizer",
-    "attention_fn",
-    "attention_logits",
-    "attention_weights",
-    "chunked_cross_entropy_sum_nats",
-    "clipped_softmax",
-    "cross_entropy_nats",
-    "dot_product_attention",
-    "gelu",
-    "kurtosis",
-    "llama3_frequencies",
-    "norm_ratio",
-    "positions_at_once",
-    "relu",
-    "rotary",
-    "rotary_frequencies",
-    "sigmoid",
-    "softmax",
-    "softmax1",
-    "softmax_n",
-    "softmax_with_sink",
-    "visible_keys",
-    "weighted_values",
-    "yarn_frequencies",
-    "yarn_mscale",
-]
+from orthojax.ops.attention import ATTENTION_NAME as ATTENTION_NAME
+from orthojax.ops.attention import attention_fn as attention_fn
+from orthojax.ops.attention import attention_logits as attention_logits
+from orthojax.ops.attention import attention_weights as attention_weights
+from orthojax.ops.attention import dot_product_attention as dot_product_attention
+from orthojax.ops.attention import visible_keys as visible_keys
+from orthojax.ops.attention import weighted_values as weighted_values
+from orthojax.ops.cross_entropy import chunked_cross_entropy_sum_nats as chunked_cross_entropy_sum_nats
+from orthojax.ops.cross_entropy import cross_entropy_nats as cross_entropy_nats
+from orthojax.ops.cross_entropy import positions_at_once as positions_at_once
+from orthojax.ops.normalizers import ClippedSoftmax as ClippedSoftmax
+from orthojax.ops.normalizers import Normalizer as Normalizer
+from orthojax.ops.normalizers import apply_normalizer as apply_normalizer
+from orthojax.ops.normalizers import clipped_softmax as clipped_softmax
+from orthojax.ops.normalizers import gelu as gelu
+from orthojax.ops.normalizers import relu as relu
+from orthojax.ops.normalizers import sigmoid as sigmoid
+from orthojax.ops.normalizers import softmax as softmax
+from orthojax.ops.normalizers import softmax1 as softmax1
+from orthojax.ops.normalizers import softmax_n as softmax_n
+from orthojax.ops.normalizers import softmax_with_sink as softmax_with_sink
+from orthojax.ops.rotary import llama3_frequencies as llama3_frequencies
+from orthojax.ops.rotary import rotary as rotary
+from orthojax.ops.rotary import rotary_frequencies as rotary_frequencies
+from orthojax.ops.rotary import yarn_frequencies as yarn_frequencies
+from orthojax.ops.rotary import yarn_mscale as yarn_mscale
+from orthojax.ops.statistics import kurtosis as kurtosis
+from orthojax.ops.statistics import norm_ratio as norm_ratio

@@ -25,12 +25,7 @@ _LOGITS_BYTES_ELSEWHERE = 2**29
 def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Computes -log softmax(logits)[target] for every position, in nats.
 
-    Args:
-      logits: [..., V].
-      targets: int [...].
-
-    Returns:
-      [...], float32 at least.
+    Logits [..., V] and integer targets [...] give [...], float32 at least.
 
     >>> import jax.numpy as jnp
     >>> round(float(cross_entropy_nats(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)  # ln 4
@@ -44,13 +39,9 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
     """Returns how many positions of every sequence have logits at a time: T if there is no need for chunks.
 
-    Args:
-      B: Sequences.
-      T: Positions.
-      V: Vocabulary.
-      asked: That many, at most T; None for as many as take 256 MB of float32 logits on a CPU or 512 MB on another
-        device, at least one. On the Auto axes of the current mesh (`jax.set_mesh`) sequences are over "data" and
-        "fsdp" and the vocabulary is over "tensor", if they divide.
+    As many as `asked`, at most T; by default as many as take 256 MB of float32 logits on a CPU or 512 MB on another
+    device, at least one. On the Auto axes of the current mesh (`jax.set_mesh`) sequences are over "data" and "fsdp" and
+    the vocabulary is over "tensor", if they divide.
 
     >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
     (64, 3)
@@ -86,8 +77,7 @@ def chunked_cross_entropy_sum_nats(
 
     The sum of `cross_entropy_nats` of the logits x W, in the memory of one chunk's logits. When differentiated, the
     forward pass computes the gradients of x and W along with the loss, chunk by chunk, as the backward pass only
-    multiplies them with one number: the product x W is computed once. There are no second and no forward-mode
-    derivatives.
+    multiplies them with one number: the product x W is computed once. Only first derivatives in reverse mode exist.
 
     On the Auto axes "data" and "fsdp" of the current mesh (`jax.set_mesh`) every device processes its own sequences: W
     is gathered once, its gradient summed over devices once, and x stays where it is.
@@ -101,10 +91,7 @@ def chunked_cross_entropy_sum_nats(
       vocab_axis: The axis of V in the kernel.
 
     Returns:
-      A scalar, at least float32.
-
-    Raises:
-      ValueError: For fewer than one position.
+      A scalar, at least float32; ValueError for fewer than one position.
 
     >>> import jax.numpy as jnp
     >>> x, W, targets = jnp.zeros((1, 3, 2)), jnp.ones((2, 4)), jnp.array([[0, 3, 1]])
@@ -169,8 +156,7 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
     T = hidden.shape[1]
     gradients = partial(_loss_and_gradients, vocab_axis, with_gradients, kernel)
     if positions == T:  # without a loop, whose slices and sums would each be another pass over the arrays
-        loss, *others = gradients(hidden, targets, weights)
-        return loss, *others
+        return gradients(hidden, targets, weights)
 
     def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         # The last chunk begins early enough to be full; what an earlier one has done counts nothing there.

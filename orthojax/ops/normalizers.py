@@ -2,7 +2,7 @@
 
 Every normalizer has the arguments of `jax.nn.softmax`: logits, axis and where, as `softmax1` describes them. Weights
 have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly zero,
-except for `softmax`, which keeps its meaning in `jax.nn`.
+except for `softmax`, which keeps its meaning in `jax.nn`. Only softmax has rows that always sum to 1.
 """
 
 import dataclasses
@@ -20,11 +20,7 @@ from orthojax.ops.statistics import at_least_float32
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSoftmax:
-    """The normalizer `clipped_softmax` with its two numbers.
-
-    Raises:
-      ValueError: For numbers outside the paper's ranges, or not finite.
-    """
+    """The normalizer `clipped_softmax` with its two numbers; ValueError outside the paper's ranges or if infinite."""
 
     gamma: float = -0.025  # <= 0; if less, small weights become exactly 0. Usually about -10 / (number of keys)
     zeta: float = 1.0  # >= 1; if more, large weights become exactly 1
@@ -60,11 +56,8 @@ def _axes(axis: Axis, ndim: int) -> set[int]:
 def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes softmax with n in the denominator, exp(x_i) / (n + sum_j exp(x_j)); n = 1 is `softmax1`, n = 0 softmax.
 
-    n >= 0 acts as n further keys with logit 0 and value 0; rows sum to less than 1 if n > 0. Other arguments and the
-    result are as for `softmax1`.
-
-    Raises:
-      ValueError: For an n that is negative or not finite.
+    n acts as that many further keys with logit 0 and value 0; ValueError if it is negative or not finite. Other
+    arguments and the result are as for `softmax1`.
 
     Reference:
       Attention Is Off By One, `<https://www.evanmiller.org/attention-is-off-by-one.html>`_, 2023 (n = 1); any n in
@@ -78,19 +71,15 @@ def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
     """Computes softmax-1, exp(x_i) / (1 + sum_j exp(x_j)): attention that may go nowhere.
 
     The 1 acts as a key with logit 0 and value 0, so a head with nothing to say need not park its weight on the
-    first token. The stabilising shift is max(0, max_j x_j), since unlike softmax it is not invariant to adding a
-    constant: finite, correct weights for any finite logits, and exact zeros if nothing is kept.
+    first token. Weights are correct for any finite logits.
 
     Args:
       logits: Floating array; half precision is computed in float32.
-      axis: The axis of the keys, several, or None for all. No keys have no weights.
-      where: Boolean mask that broadcasts against `logits`; entries that are False get weight 0.
+      axis: The axis of the keys, several, or None for all.
+      where: Mask that broadcasts against `logits`, ValueError if not boolean; entries that are False get weight 0.
 
     Returns:
       Weights, shape and dtype of `logits`; each row sums to less than 1. Only they are saved for the derivative.
-
-    Raises:
-      ValueError: For a mask that is not boolean.
 
     Reference:
       From Attention to Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_, 2024, Eq. 1.
@@ -107,11 +96,8 @@ def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
 def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes softmax with a sink logit, exp(x_i) / (exp(sink) + sum_j exp(x_j)); sink = 0 is `softmax1`.
 
-    `sink` broadcasts against `logits` with length 1 along `axis` and is differentiable; rows sum to less than 1 if it
-    is finite. Other arguments and the result are as for `softmax1`.
-
-    Raises:
-      ValueError: For a sink of another shape, or a mask that is not boolean.
+    `sink` broadcasts against `logits` with length 1 along `axis`, else ValueError, and is differentiable. Other
+    arguments and the result are as for `softmax1`.
 
     Reference:
       One learned logit for each head, as in gpt-oss, `arXiv 2508.10925 <https://arxiv.org/abs/2508.10925>`_, 2025.
@@ -148,17 +134,9 @@ def clipped_softmax(
 ) -> jax.Array:
     """Computes clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta], cut to [0, 1].
 
-    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient if its weight is cut.
-
-    Args:
-      logits: Floating array; other arguments and the result are as for `softmax1`, but rows need not sum to 1.
-      gamma: <= 0. The paper takes gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128.
-      zeta: >= 1.
-      axis: The axis of the keys.
-      where: Boolean mask, True keeps.
-
-    Raises:
-      ValueError: For a positive gamma or a zeta below 1, or numbers that are not finite.
+    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient if its weight is cut. The paper
+    takes gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128. ValueError for numbers
+    outside the ranges of `ClippedSoftmax`; other arguments and the result are as for `softmax1`.
 
     Reference:
       Quantizable Transformers, `arXiv 2306.12929 <https://arxiv.org/abs/2306.12929>`_, 2023.
@@ -175,7 +153,7 @@ def clipped_softmax(
 def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes max(x_i, 0) / (number of visible keys), which are the True entries of `where` along `axis`.
 
-    Arguments and result as for `softmax1`; rows need not sum to 1.
+    Arguments and result as for `softmax1`.
 
     Reference:
       Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024.
@@ -190,7 +168,7 @@ def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
 def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes x_i Phi(x_i) / (number of visible keys), with the normal distribution function Phi, not its tanh form.
 
-    Arguments and result as for `softmax1`; weights may be negative, down to -0.17 / visible, and need not sum to 1.
+    Arguments and result as for `softmax1`; weights may be negative, down to -0.17 / visible.
 
     Reference:
       GELU, `arXiv 1606.08415 <https://arxiv.org/abs/1606.08415>`_, 2016, in the place of the ReLU of `relu`.
@@ -216,7 +194,7 @@ def _by_visible_keys(x: jax.Array, axis: Axis, where: jax.Array | None) -> jax.A
 def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes 1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
 
-    Arguments and result as for `softmax1`; `axis` has no effect, and rows need not sum to 1.
+    Arguments and result as for `softmax1`; `axis` has no effect.
 
     Reference:
       When Attention Sink Emerges in Language Models, `arXiv 2410.10781 <https://arxiv.org/abs/2410.10781>`_, 2024
@@ -281,11 +259,7 @@ _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax
 
 
 def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
-    """Refuses any other value than a normalizer; an array must have one sink logit per head.
-
-    Raises:
-      ValueError: For an unknown name, a negative or infinite n, or sink logits that are not one for each head.
-    """
+    """Raises ValueError for an unknown name, a negative or infinite n, or an array other than one logit per head."""
     if isinstance(normalizer, str):
         if normalizer not in _BY_NAME:
             raise ValueError(f"unknown normalizer {normalizer!r}; allowed: {_ALLOWED}")
@@ -305,11 +279,8 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
     Args:
       normalizer: A name, a number n (`softmax_n`), an array [heads] of sink logits (`softmax_with_sink`), or a
         `ClippedSoftmax`.
-      logits: [batch, heads, queries, keys].
+      logits: [batch, heads, queries, keys], float as the weights.
       where: Boolean mask that broadcasts against `logits`.
-
-    Returns:
-      Weights, shape and dtype of `logits`; ValueError as from `check_normalizer`.
     """
     check_normalizer(normalizer, *logits.shape[-3:-2])
     if isinstance(normalizer, str):
@@ -324,8 +295,7 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
 def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     """Returns the logit a of a normalizer exp(x_i) / (exp(a) + sum_j exp(x_j)), which fused kernels can compute.
 
-    0.0 for "softmax1", log n for a number n, the array itself for an array, -inf for "softmax" (no sink), and None for
-    a normalizer that has no such form.
+    None for a normalizer that has no such form.
 
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)

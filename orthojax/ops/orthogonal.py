@@ -33,15 +33,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
     """Returns pseudo-random bits that are the same on every machine and with every version of NumPy and JAX.
 
-    Entry (l, i) is a hash of `key` and the counter `layers[l] * n + i` (modulo 2**32).
-
-    Args:
-      key: 0 to 2**32 - 1.
-      layers: Layer numbers >= 0.
-      n: Entries of each layer.
-
-    Returns:
-      uint32 [len(layers), n].
+    uint32 [len(layers), n]; entry (l, i) is a hash of `key`, 0 to 2**32 - 1, and `layers[l] * n + i` (modulo 2**32).
     """
     counter = (np.asarray(layers, np.uint64)[:, None] * np.uint64(n) + np.arange(n, dtype=np.uint64)).astype(np.uint32)
     outer = _mix(np.asarray([key], np.uint32))
@@ -69,7 +61,6 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
 
     QR of a Gaussian matrix, with the signs chosen such that R has a positive diagonal: without that choice the result
     is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups, 2007).
-
     Equal seeds (integers >= 0) give equal matrices: float64 [n, n], with max |Q^T Q - I| below 1e-12.
     """
     q, r = np.linalg.qr(np.random.default_rng(list(seed)).standard_normal((n, n)))
@@ -80,17 +71,9 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
 def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
     """Returns the factors into which the transform of size n is split.
 
-    Args:
-      n: Size of the axis.
-      kind: `dct` is never split.
-
-    Returns:
-      (n,) up to 128; else two factors of at most 128: the pair that has the largest Hadamard part, then one whose first
-      factor is a power of two from 16 on, then the most equal, then the one whose second factor is larger; () if there
-      is no pair (a prime factor over 128, or n over 16,384) and a cosine transform is used.
-
-    Raises:
-      ValueError: For another kind.
+    (n,) up to 128; else two factors of at most 128: the pair that has the largest Hadamard part, then one whose first
+    factor is a power of two from 16 on, then the most equal, then the one whose second factor is larger; () if there is
+    no pair (a prime factor over 128, or n over 16,384) or the kind is `dct`, and a cosine transform is used.
 
     >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
     ((64,), (32, 24), (25, 40), ())
@@ -117,15 +100,8 @@ def apply_matrix(
 ) -> jax.Array:
     """Multiplies one axis by a matrix in place: y[..., i, ...] = sum_j matrix[i, j] x[..., j, ...].
 
-    Args:
-      x: [..., n, ...].
-      matrix: [*batch, n, n], cast to the dtype of x.
-      axis: The axis of x that is multiplied, >= 0.
-      batch_axes: The axes of x, >= 0, along which every slice has its own matrix, in the order of `matrix`.
-      transpose: Multiply by the transpose instead.
-
-    Returns:
-      An array like x.
+    `matrix` is [*batch, n, n], cast to the dtype of x. `batch_axes` are the axes of x along which every slice has its
+    own matrix, in the order of `matrix`; all axes are >= 0.
     """
     letters = string.ascii_lowercase[: x.ndim]
     old, new = letters[axis], "Z"
@@ -214,9 +190,6 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
       axis: The transformed axis, >= 0.
       kind: `dct` is the orthonormal DCT-II for every n.
       transpose: Apply F^T.
-
-    Returns:
-      An array of x's shape and dtype.
 
     Raises:
       ValueError: For another kind, an axis that x has not, or x of another dtype.

@@ -23,10 +23,7 @@ def kernel_product(
       x: [..., in].
       kernel: [in, out], or [out, in] with `contract=1`.
       contract: Which axis of the kernel is `in`.
-      preferred_element_type: Dtype of the sums and of the result; by default that of the operands.
-
-    Returns:
-      [..., out].
+      preferred_element_type: Dtype of the sums and of the result, [..., out]; by default that of the operands.
 
     >>> import jax.numpy as jnp
     >>> kernel_product(jnp.ones((2, 5, 3)), jnp.ones((4, 3)), contract=1).shape
@@ -42,13 +39,7 @@ def kernel_product(
 def transposed_product(x: jax.Array, y: jax.Array, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
     """Sums the outer products of `x` and `y` over all leading axes: x.T @ y, the gradient of a kernel.
 
-    Args:
-      x: [..., in].
-      y: [..., out], with the leading axes and the dtype of `x`.
-      preferred_element_type: As for `kernel_product`.
-
-    Returns:
-      [in, out].
+    `x` [..., in] and `y` [..., out] of one dtype give [in, out].
     """
     x, y = _as_rows(x), _as_rows(y)
     leading = tuple(range(x.ndim - 1))

@@ -45,18 +45,11 @@ def _within(values: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(values, -limit, limit)
 
 
-def require_scheme(scheme: str) -> None:
-    """Raises a ValueError for anything but a `Scheme`."""
-    if scheme not in get_args(Scheme):
-        raise ValueError(f"unknown scheme {scheme!r}; allowed: {', '.join(map(repr, get_args(Scheme)))}")
-
-
 def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
     """Rounds symmetrically: the largest absolute value becomes the largest integer.
 
     step = max|x| / (2^(bits-1) - 1) and y = round(x / step) * step, so int8 uses the 255 integers -127..127 and 0 stays
-    0 (Dettmers et al. 2022 as used by From Attention to Activation, arXiv 2410.17174, section 5.2). Definition: int8
-    absmax uses 127.
+    0 (Dettmers et al. 2022 as used by From Attention to Activation, arXiv 2410.17174, section 5.2).
 
     |y - x| <= step / 2 (plus the rounding of the dtype), absmax(-x) = -absmax(x), and absmax(absmax(x)) = absmax(x) to
     the bit (in half precision up to 8 bits). A slice of zeros is returned as it is; a slice with a not-finite value
@@ -93,13 +86,7 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     |y - x| <= step / 2 (plus the rounding of the dtype), and quantising twice changes nothing beyond that rounding. A
     constant slice is returned as it is; a slice with a not-finite value becomes nan.
 
-    Args:
-      x: Floating values; half precision is quantised in float32.
-      bits: Width of the integers, 2 to 16.
-      axes: The axes that share one step and one z; None: all of them.
-
-    Returns:
-      The values on their grid, with the shape and dtype of `x`.
+    Arguments and result are as for `absmax`.
 
     >>> import jax.numpy as jnp
     >>> zeropoint(jnp.array([10.0, 13.2, 25.0])).round(4).tolist()  # not clamped to contain 0
@@ -122,10 +109,7 @@ def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array,
 
 
 def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns integers as floats, the smallest that a slice may have, its step, and a mask of constant slices.
-
-    The step of a slice with a not-finite value is not finite.
-    """
+    """Returns integers as floats, the smallest that a slice may have, its step, and a mask of constant slices."""
     levels = 2**bits - 1
     low = jnp.min(wide, axis=_reduced(axes), keepdims=True, initial=jnp.inf)
     high = jnp.max(wide, axis=_reduced(axes), keepdims=True, initial=-jnp.inf)
@@ -173,12 +157,11 @@ class Quantized:
 def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quantized:
     """Rounds as `absmax` or `zeropoint`, to 8-bit integers and scales.
 
-    `dequantize` of it is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats. Slices of
-    zeros (absmax) and constant slices (zeropoint) keep their value; the scale of a slice with a not-finite value is
-    nan.
+    `dequantize` of it is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats; the scale
+    of a slice with a not-finite value is nan.
 
     Args:
-      x: Floating values; half precision is quantised in float32.
+      x: Floating values.
       scheme: `absmax`: integers within -(2^(bits-1) - 1) .. 2^(bits-1) - 1; `zeropoint`: all 2^bits of that width.
       bits: Width of the integers, 2 to 8.
       axes: The axes that share one scale; None: all of them.
@@ -195,7 +178,8 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
     ([-8, -5, 7], [18.0])
     """
     _require_bits(bits, 8)
-    require_scheme(scheme)
+    if scheme not in get_args(Scheme):
+        raise ValueError(f"unknown scheme {scheme!r}; allowed: {', '.join(map(repr, get_args(Scheme)))}")
     wide = _wide(x)
     if scheme == "absmax":
         integers, peak, _ = _absmax_integers(wide, bits, axes)

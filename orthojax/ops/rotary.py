@@ -32,10 +32,7 @@ def rotary(
       scale: Factor of the rotated channels, as YaRN has one.
 
     Returns:
-      Shape and dtype of `x`; computed in float32 at least.
-
-    Raises:
-      ValueError: For odd H, more frequencies than pairs, other than T positions, or a base that is not positive.
+      Shape and dtype of `x`, computed in float32 at least; ValueError for shapes that do not fit.
 
     Reference:
       Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
@@ -60,12 +57,7 @@ def rotary(
 def rotary_frequencies(width: int, theta: float = 10_000.0) -> jax.Array:
     r"""Returns the radians per position of each pair of channels, :math:`\theta^{-2i/R}`, [R/2].
 
-    Args:
-      width: R.
-      theta: Base of the wavelengths.
-
-    Raises:
-      ValueError: For odd R, or a base that is not positive.
+    ValueError for odd `width` R, or a base `theta` that is not positive.
 
     >>> rotary_frequencies(4, 100.0).tolist()
     [1.0, 0.10000000149011612]
@@ -90,15 +82,7 @@ def llama3_frequencies(
     `high_frequency_factor` f stays, below `low_frequency_factor` it is divided by `factor`, and between them
     interpolated linearly in n.
 
-    Args:
-      frequencies: [R/2], radians per position.
-      factor: By how much the longest wavelengths grow.
-      original_length: L, in tokens.
-      low_frequency_factor: See above.
-      high_frequency_factor: See above.
-
-    Returns:
-      [R/2].
+    Frequencies are [R/2], radians per position, and L is `original_length`, in tokens.
 
     Reference:
       `The Llama 3 Herd of Models <https://arxiv.org/abs/2407.21783>`_, 2024, and the configuration that its models are
@@ -127,16 +111,8 @@ def yarn_frequencies(
     `high_frequency_factor` turns keep their frequency, those after that of `low_frequency_factor` turns have it divided
     by `factor`, and between them it is interpolated linearly in i; the two bounds are rounded outwards.
 
-    Args:
-      width: R, even.
-      theta: Base of the wavelengths, above 1.
-      factor: By how much the longest wavelengths grow.
-      original_length: L, in tokens.
-      low_frequency_factor: See above; beta_slow.
-      high_frequency_factor: See above; beta_fast.
-
-    Returns:
-      [R/2], radians per position.
+    R is `width`, `theta` the base of the wavelengths, above 1, and L `original_length`, in tokens; the last two
+    arguments are beta_slow and beta_fast. The result is [R/2], radians per position.
 
     Reference:
       Peng et al., `YaRN <https://arxiv.org/abs/2309.00071>`_, 2023, section 3.2. The rounding, and bounds of 0 and

@@ -1,7 +1,6 @@
 """Statistics of activation vectors: how far a few channels stand out from the others.
 
-They hold up to the largest finite numbers. Scaling for that is by powers of two, or only of numbers
-that are so large: all others give the same bits as without.
+They hold up to the largest finite numbers. Scaling for that changes the bits of no smaller number.
 """
 
 from typing import Any
@@ -18,11 +17,7 @@ def wide_dtype(x: jax.Array) -> Any:
 
 
 def at_least_float32(x: ArrayLike) -> jax.Array:
-    """Casts `x` to float32, unless it is float64 already: statistics of half precision are taken in float32.
-
-    Raises:
-      ValueError: For complex numbers.
-    """
+    """Casts `x` to float32, unless it is float64 already; ValueError for complex numbers."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError(f"an array of {x.dtype}; allowed: real numbers")
@@ -66,12 +61,8 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     turn the mean over a data set into nan. One whose spread is below 1e-31 (float32) counts as constant. Not-finite
     values give nan.
 
-    Args:
-      x: Values, any real dtype.
-      axis: The axis of the D values, usually channels.
-
     Returns:
-      `x` without `axis`; float32, or float64 for float64.
+      `x` (any real dtype) without `axis`; float32, or float64 for float64.
 
     >>> import jax.numpy as jnp
     >>> float(kurtosis(jnp.array([-1.0, 1.0, -1.0, 1.0])))
@@ -106,12 +97,8 @@ def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
     The proxy for outliers of From Attention to Activation (arXiv 2410.17174, section 4.2 and Appendix H). A zero vector
     gets 0, which no other vector can have.
 
-    Args:
-      x: Values, any real dtype.
-      axis: The axis of the D values, usually channels.
-
     Returns:
-      `x` without `axis`; float32, or float64 for float64.
+      `x` (any real dtype) without `axis`; float32, or float64 for float64.
 
     >>> import jax.numpy as jnp
     >>> float(norm_ratio(jnp.array([3.0, 0.0, -4.0]))), float(norm_ratio(jnp.zeros(3)))

@@ -24,8 +24,7 @@ class RotatedAxes:
     Attributes:
       groups: Each group of axes is flattened to one axis and rotated in its own basis; a bare integer is a group of
         one. Axes may be negative.
-      stacked: Axes that count layers, experts, ...: every slice along them has its own basis. A scanned layer axis
-        belongs here.
+      stacked: Axes that count layers, experts, ...: every slice along them has its own basis.
 
     Raises:
       ValueError: For no group, an empty one, or an axis named twice.
@@ -39,9 +38,7 @@ class RotatedAxes:
 
     def __post_init__(self):
         if not isinstance(self.groups, tuple | list) or not isinstance(self.stacked, tuple | list):
-            raise ValueError(
-                f"RotatedAxes(groups={self.groups}, stacked={self.stacked}); allowed: tuples, as in RotatedAxes((-1,))"
-            )
+            raise ValueError(f"{self}; allowed: tuples, as in RotatedAxes((-1,))")
         groups = tuple((group,) if isinstance(group, int | np.integer) else tuple(group) for group in self.groups)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "stacked", tuple(self.stacked))
@@ -69,10 +66,8 @@ def checked_axes(axes: Any) -> GenericAxes | int:
         return int(axes)
     names = typing.get_args(GenericAxes)
     if axes not in names:
-        raise ValueError(
-            f"Rotation axes={axes!r}; allowed: {', '.join(names)}, a length of 2 to {_MAX_GENERIC_SIZE}, or a function "
-            "(path, shape) -> RotatedAxes | None"
-        )
+        allowed = f"{', '.join(names)}, a length of 2 to {_MAX_GENERIC_SIZE}, or a function (path, shape) -> axes"
+        raise ValueError(f"Rotation axes={axes!r}; allowed: {allowed}")
     return axes
 
 
@@ -98,9 +93,7 @@ def generic_axes(
     kernel_layout: KernelLayout = "in_out",
     embeddings: str | None = None,
 ) -> RotatedAxes | None:
-    """Returns the rotated axes by the default rule, for any tree; a rule of your own may fall back on it.
-
-    By the last names of the path, and the shape:
+    """Returns the rotated axes by the default rule, from the last names of the path and the shape.
 
     - An embedding table [vocab, d] (embedding, embed_tokens, tok_emb, wte, wpe, ..., or the weight, w or table of such
       a module) is rotated along its last axis, with one basis for all rows.
@@ -122,9 +115,6 @@ def generic_axes(
       kernel_layout: A kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
         only square kernels need it; those called weight are rotated along both axes unless this says `out_in`.
       embeddings: A regular expression, found in the paths of tables, which then are not told by name; "" for none.
-
-    Raises:
-      ValueError: For other `axes`.
 
     >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"))
     RotatedAxes(groups=((-1,),), stacked=(0,))

@@ -102,9 +102,8 @@ def gather_axes(
     """Makes `axes` whole on every device inside `over_shards`, by an all-to-all that shards another axis instead.
 
     Each device sends and receives one shard. The other axis is the longest that divides evenly, or else the longest,
-    padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. If there is
-    none (all axes in `axes`, or the others stacked and indivisible) an all-gather makes the axis whole. Nothing is done
-    if none of them is sharded, nor outside of shards.
+    padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. If there is none
+    an all-gather makes the axis whole.
 
     Returns:
       The moved shard, the mesh axes of its dimensions, and the function that moves an array of that shape back.
@@ -138,11 +137,8 @@ def _undo_gather(y: jax.Array, axis: int, other: int | None, over: tuple[str, ..
 def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
     """Makes a `Rotation.layout` from a tree of shardings.
 
-    Args:
-      shardings: A tree like the parameters whose leaves are shardings: those of the parameters, or of `zero1`.
-
-    Returns:
-      A function from a path, as `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
+    The tree is like the parameters: their shardings, or those of `zero1`. The layout is a function from a path, as
+    `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
     """
     by_path = {leaf_path(keys): sharding for keys, sharding in jax.tree_util.tree_leaves_with_path(shardings)}
 
@@ -162,14 +158,12 @@ def _require_named(keys: tuple[Any, ...], sharding: Any) -> NamedSharding:
 
 
 def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = "data") -> Any:
-    """Shards the moments over the data axis of the mesh as well (ZeRO stage 1).
+    """Shards the moments over the data axis of the mesh as well: ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054).
 
-    Every replica then keeps and updates one part of the moments: it slices the gradient to that part (compilers that
-    know reduce-scatter merge this with its sum), and the updates are all-gathered once per step.
-
-    Of the dimensions that `axis` divides one is sharded further: preferably one that is not rotated, then one that is
-    whole, then the longest. A parameter without such a dimension, or that is sharded over `axis` already, stays as it
-    is.
+    Every replica then keeps and updates one part of the moments: it slices the gradient to that part, and the updates
+    are all-gathered once per step. Of the dimensions that `axis` divides one is sharded further: preferably one that is
+    not rotated, then one that is whole, then the longest. A parameter without such a dimension, or that is sharded over
+    `axis` already, stays as it is.
 
     Args:
       rotation: Decides which dimensions are rotated.
@@ -178,14 +172,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
       axis: Name of the mesh axis.
 
     Returns:
-      A tree like `shardings`, for `layout_of` and `state_shardings`.
-
-    Raises:
-      ValueError: For a mesh without this axis.
-
-    References:
-      ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-      `arXiv 1910.02054 <https://arxiv.org/abs/1910.02054>`_, 2019
+      A tree like `shardings`, for `layout_of` and `state_shardings`; ValueError for a mesh without this axis.
     """
 
     def split(keys: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
@@ -209,13 +196,8 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
 
     The bases of `haar` and the step count are of the rest, as are factored moments, whose shape is not the parameter's.
 
-    Args:
-      optimizer: Any optax transformation.
-      params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
-      shardings: A tree like `params` of NamedSharding: the parameters' own, or those of `zero1`.
-
-    Returns:
-      A tree like the state, for the `out_shardings` of a jitted init and step, or for `jax.device_put`.
+    `params` and `shardings` are as for `zero1`, whose result may be the shardings. The result is a tree like the state,
+    for the `out_shardings` of a jitted init and step, or for `jax.device_put`.
 
     Examples:
       >>> from orthojax.optim import orthoadam

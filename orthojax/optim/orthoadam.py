@@ -1,4 +1,4 @@
-"""OrthoAdam: Adam whose moments live in a rotated basis."""
+"""OrthoAdam: Adam whose moments live in a rotated basis; and its learning-rate schedule."""
 
 from typing import Any
 
@@ -35,23 +35,21 @@ def scale_by_orthoadam(
     Args:
       b1: Decay of the first moment.
       b2: Decay of the second moment.
-      eps: Added to the root.
+      eps: Added to the root of the second moment.
       eps_root: Added inside the root.
       mu_dtype: Dtype of the first moment; None means that of the parameter.
       rotation: Which basis.
 
     Returns:
-      A transformation with a `RotatedState` whose `inner` is Adam's state, arrays `mu` and `nu` of the parameters'
-      shapes.
+      A transformation with a `RotatedState` whose `inner` is Adam's state.
 
     Memory and cost:
       State: Adam's, to the byte, for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
       values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
       FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
       (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
-      neither shows. Temporaries: the rotated gradient and update of a parameter, with all its layers, for as
-      many parameters as XLA updates at a time: by default many on a CPU (of 24 equal kernels 0.54 of their size
-      together, and 0.06 with XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false).
+      neither shows. Temporaries: the rotated gradient and update of as many parameters as XLA updates at a time: by
+      default many on a CPU, few with XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false.
       Prefer `hadamard` unless you compare with the paper, whose bases are `haar`.
 
       The rotation's seed is a constant of the program: runs that are vmapped over seeds of the model share bases.
@@ -85,14 +83,12 @@ def orthoadam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Makes OrthoAdam: Adam in a rotated basis, with decoupled weight decay; takes the place of `optax.adamw`.
 
-    With :math:`s_t` of `scale_by_orthoadam`, where every parameter (and every layer of a stacked one) has its own fixed
-    orthogonal matrix,
+    With :math:`s_t` of `scale_by_orthoadam`, which also tells memory, cost and the source,
 
     .. math::
       \theta_t = \theta_{t-1} - \eta_t (s_t + \lambda \theta_{t-1})
 
-    Hyperparameters of AdamW carry over. With the default rotation the state has the size of Adam's, and a step costs
-    two fast transforms of every rotated parameter more than AdamW's, whatever the batch; see `scale_by_orthoadam`.
+    Hyperparameters of AdamW carry over.
 
     Args:
       learning_rate: A number or a schedule; what is good for Adam is a good start.
@@ -108,9 +104,6 @@ def orthoadam(
       rotation: Which basis; `describe(rotation, params)` shows it. Kernels are taken for [in, out] and embeddings are
         found by name (`Rotation.kernel_layout`, `Rotation.embeddings`). For long runs `Rotation(axes=d_model)`.
 
-    Returns:
-      The optimizer.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> def loss(params):
@@ -125,10 +118,6 @@ def orthoadam(
       3.6
       2.8
       2.2
-
-    References:
-      From Attention to Activation: Unravelling the Enigmas of Large Language Models, Algorithm 1,
-      `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_, 2024
     """
     # Decided by type first: inject_hyperparams passes a tracer, which must not be compared.
     undecayed = isinstance(weight_decay, int | float) and weight_decay == 0.0
@@ -137,3 +126,26 @@ def orthoadam(
         optax.identity() if undecayed else optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def warmup_cosine(peak: float, warmup_steps: int, steps: int, final_fraction: float = 0.0) -> optax.Schedule:
+    """Makes a linear warm-up from 0 to `peak`, then half a cosine down to `final_fraction * peak`, then constant.
+
+    For w = `warmup_steps` <= t <= T = `steps`, with f = `final_fraction` from 0 to 1:
+    peak * (f + (1 - f) (1 + cos(pi (t - w) / (T - w))) / 2).
+
+    Returns:
+      A function from the number of updates done to the learning rate of the next one.
+
+    >>> schedule = warmup_cosine(1e-3, warmup_steps=10, steps=110, final_fraction=0.1)
+    >>> print(*(f"{float(schedule(t)):.2e}" for t in (0, 5, 10, 60, 110, 200)))
+    0.00e+00 5.00e-04 1.00e-03 5.50e-04 1.00e-04 1.00e-04
+    """
+    if steps < 1 or not 0 <= warmup_steps <= steps:
+        raise ValueError(f"got {warmup_steps=}, {steps=}; allowed: 0 <= warmup_steps <= steps and steps >= 1")
+    if not 0.0 <= final_fraction <= 1.0:
+        raise ValueError(f"got {final_fraction=}; allowed: 0 to 1")
+    decay = optax.cosine_decay_schedule(peak, max(steps - warmup_steps, 1), alpha=final_fraction)
+    if warmup_steps == 0:
+        return decay
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), decay], [warmup_steps])

@@ -19,16 +19,8 @@ from orthojax.errors import UserError
 from orthojax.formatting import align
 from orthojax.ops import orthogonal
 from orthojax.ops.statistics import wide_dtype
-from orthojax.optim.axes import (
-    GenericAxes,
-    KernelLayout,
-    Mark,
-    RotatedAxes,
-    checked_axes,
-    is_integer,
-    judge,
-    without_length,
-)
+from orthojax.optim import axes as axes_rule
+from orthojax.optim.axes import GenericAxes, KernelLayout, Mark, RotatedAxes, checked_axes, is_integer, judge
 
 Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 Scope = Literal["layer", "parameter", "tree"]
@@ -64,17 +56,14 @@ class Rotation:
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam in a different frame.
       layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, from `layout_of`
-        the parameters' shardings or those of `zero1`. Needed on a mesh of Auto axes, since jit does not expose
-        shardings, if rotated axes are sharded (whole axes may travel otherwise), and for `zero1`. A sharded axis is
-        rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
-        the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own
-        an array counts as the whole parameter: keep rotated axes whole there.
+        the parameters' shardings or those of `zero1`. Needed for `zero1`, and on a mesh of Auto axes if rotated axes
+        are sharded (whole axes may travel otherwise). A sharded axis is rotated between two all-to-alls of one shard, a
+        whole one without communication. The basis never depends on the mesh. Inside a `shard_map` of your own an array
+        counts as the whole parameter: keep rotated axes whole there.
       kernel_layout: Of the rule: kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
       embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, if their
         names do not tell; "" if there are none, which also silences the warning that none was found.
 
-    Raises:
-      ValueError: For a value that is not allowed.
     """
 
     kind: Kind = "hadamard"
@@ -101,15 +90,11 @@ class Rotation:
         if self.layout is not None and not callable(self.layout):
             raise ValueError(f"Rotation layout={self.layout!r}; allowed: None or a function path -> Sharding | None")
         if callable(self.axes) and (self.kernel_layout, self.embeddings) != ("in_out", None):
-            raise ValueError(
-                "Rotation kernel_layout and embeddings have no effect if axes is a function; allowed: neither"
-            )
+            raise ValueError("Rotation kernel_layout and embeddings: allowed only if axes is no function")
         try:
             re.compile(self.embeddings or "")
         except (re.error, TypeError) as error:
-            raise ValueError(
-                f"Rotation embeddings={self.embeddings!r}: {error}; allowed: a regular expression"
-            ) from None
+            raise ValueError(f"Rotation embeddings={self.embeddings!r} is no regular expression: {error}") from None
 
 
 DEFAULT_ROTATION = Rotation()
@@ -125,13 +110,7 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     """Returns the plain path of a parameter, equal for every wrapping of the same tree.
 
     A leading `params` and the `.value` of a box (flax's Partitioned, nnx's variables) are dropped: some libraries show
-    them at init and not at update. An array that is an attribute of that name has the path of its module.
-
-    Args:
-      keys: A key path of `jax.tree_util`.
-
-    Returns:
-      Names separated by "/"; "" for a tree that is one array.
+    them at init and not at update. The path is "" for a tree that is one array.
 
     >>> jax.tree_util.tree_map_with_path(lambda keys, _: leaf_path(keys), {"params": {"mlp": [0]}})
     {'params': {'mlp': ['mlp/0']}}
@@ -207,11 +186,9 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
             groups.append(Group(axes, size, group_name, layers))
     elements = sum(len(group.layers) * group.size**2 for group in groups)
     if rotation.kind == "haar" and elements > _MAX_HAAR_RATIO * shape.size:
-        raise UserError(
-            f"{path} {shape.shape}: haar matrices of {[group.size for group in groups]} rows have {elements} elements, "
-            f"over {_MAX_HAAR_RATIO} times its {shape.size}",
-            allowed="fewer rotated axes, or the rotation's kind hadamard",
-        )
+        most = f"{_MAX_HAAR_RATIO} times its {shape.size}"
+        problem = f"haar matrices of {[group.size for group in groups]} rows have {elements} elements, over {most}"
+        raise UserError(f"{path} {shape.shape}: {problem}", allowed="fewer rotated axes, or the kind hadamard")
     return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)
 
 
@@ -231,11 +208,7 @@ def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) 
 
 
 def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
-    """Returns (leaf, plan) of every parameter of a tree.
-
-    Raises:
-      ValueError: If two parameters have one name or would share a basis, but in a scope that shares them.
-    """
+    """Returns (leaf, plan) of every parameter; ValueError if two have one name or would share a basis unasked."""
     found, names, bases = [], {}, {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         plan, shown = plan_leaf(rotation, keys, leaf), jax.tree_util.keystr(keys)
@@ -248,16 +221,13 @@ def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
             # As `hash_bits` counts, modulo 2**32.
             rows = dict.fromkeys(((key, layer * group.size % 2**32) for layer in group.layers), shown)
             if shared := bases.keys() & rows.keys():
-                raise ValueError(
-                    f"{bases[shared.pop()]} and {shown} would share a basis, as their names differ only in how they "
-                    "are numbered; allowed: another name for one of them"
-                )
+                problem = "would share a basis, as their names differ only in how they are numbered"
+                raise ValueError(f"{bases[shared.pop()]} and {shown} {problem}; allowed: another name for one of them")
             bases |= rows
     return found
 
 
 def _name_key(group: Group) -> int:
-    """Returns the name of a basis as a number, 0 to 2**32 - 1."""
     return zlib.crc32(group.name.encode())
 
 
@@ -270,7 +240,7 @@ def _warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
     kernels = [plan for _, plan in plans if plan.mark != "embedding"]
     tables = {plan.path: leaf.shape[-1] for leaf, plan in plans if plan.mark == "embedding"}
     if isinstance(rotation.axes, int):
-        without = any(without_length(rotation.axes) in plan.left_alone for plan in kernels)
+        without = any(axes_rule.without_length(rotation.axes) in plan.left_alone for plan in kernels)
         if without and not any(plan.is_chosen for plan in kernels):
             problems.append(f"Rotation(axes={rotation.axes}) should be d_model, and no kernel has an axis so long")
         elif tables and rotation.axes not in tables.values():
@@ -337,9 +307,7 @@ def init_basis(rotation: Rotation, params: optax.Params) -> Any:
 def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
     for part in _basis_path(plan.path, i):
         if not isinstance(basis, dict) or part not in basis:
-            raise ValueError(
-                f"{plan.path!r} has no basis in the state; allowed: the tree and the kind that the state was made for"
-            )
+            raise ValueError(f"{plan.path!r} has no basis in the state; allowed: the state's own tree and kind")
         basis = basis[part]
     if basis.shape != (shape := _basis_shape(plan, plan.groups[i])):
         raise ValueError(f"{plan.path}: the basis in the state has shape {basis.shape}; allowed: {shape}")
@@ -366,8 +334,7 @@ def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool)
 class Description(dict[str, str]):
     """The treatment of every parameter, by path; as a text, a table with shapes and marks."""
 
-    def __init__(self, rows: list[tuple[str, str, str, str]]):
-        """Takes (path, shape, what, mark) of every parameter."""
+    def __init__(self, rows: list[tuple[str, str, str, str]]):  # (path, shape, what, mark)
         super().__init__((path, what) for path, _, what, _ in rows)
         self.rows = rows
 
@@ -376,19 +343,12 @@ class Description(dict[str, str]):
 
 
 def describe(rotation: Rotation, params: Any) -> Description:
-    """Describes what is rotated and how, and what is left alone and why.
-
-    Args:
-      rotation: Which basis.
-      params: Arrays, or the jax.ShapeDtypeStruct of `jax.eval_shape`.
+    """Describes what is rotated and how, and what is left alone and why, of arrays or jax.ShapeDtypeStruct.
 
     Returns:
       A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
       `embedding`, or `unsure` for a guess: the stacked layers among three or more axes, an array of another name than
       kernel, weight or w that is taken for a kernel, and one with a single long axis that is taken for a vector.
-
-    Raises:
-      ValueError: As the init of the optimizer would.
 
     >>> shapes = {"wte": (512, 768), "mlp": {"kernel": (12, 768, 1000), "bias": (12, 1000)}}
     >>> params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))

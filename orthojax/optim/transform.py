@@ -84,12 +84,10 @@ def _rotate_shard(
 def _rotate_sharded(
     x: jax.Array, constants: Any, plan: Plan, kind: str, sharding: jax.sharding.NamedSharding, transpose: bool
 ) -> jax.Array:
-    return layout.over_shards(
-        lambda shard, constants, names: _rotate_shard(shard, plan, kind, constants, names, transpose),
-        x,
-        constants,
-        sharding,
-    )
+    def local(shard: jax.Array, constants: Any, names: layout.Names) -> jax.Array:
+        return _rotate_shard(shard, plan, kind, constants, names, transpose)
+
+    return layout.over_shards(local, x, constants, sharding)
 
 
 def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, like: Any) -> Any:
@@ -115,9 +113,7 @@ def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False
     jit, or by Explicit axes).
     """
     if rotation.kind != "haar" and jax.tree.leaves(basis):
-        raise ValueError(
-            f"the state has a haar basis, the rotation is of kind {rotation.kind!r}; allowed: the same kind"
-        )
+        raise ValueError(f"the state has a haar basis, the rotation is of kind {rotation.kind!r}; allowed: one kind")
 
     def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
         return _rotate_leaf(rotation, plan_leaf(rotation, keys, leaf), leaf, basis, transpose=transpose, like=wanted)
@@ -156,27 +152,14 @@ def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformatio
     `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). In between, gradients are rotated and parameters are not;
     `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
 
-    Args:
-      rotation: Which basis.
-
-    Returns:
-      A transformation with a `RotationState`. Computes in at least float32; shapes and dtypes stay.
-
-    Raises:
-      ValueError: In the update, for a state that was made for a different tree or kind.
+    The state is a `RotationState`; the update raises ValueError for that of a different tree or kind. Computes in at
+    least float32; shapes and dtypes stay.
     """
     return _transformation(rotation, transpose=False)
 
 
 def unrotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformation:
-    """Rotates updates back into the basis of the parameters: s = Q^T s' along each axis; the inverse of `rotate`.
-
-    Args:
-      rotation: The same as in `rotate`.
-
-    Returns:
-      A transformation with a `RotationState`.
-    """
+    """Rotates updates back into the basis of the parameters: s = Q^T s' along each axis; the inverse of `rotate`."""
     return _transformation(rotation, transpose=True)
 
 
@@ -201,7 +184,7 @@ def in_rotated_basis(
       g'_t = Q g_t, \quad (s'_t, z_t) = \mathrm{inner}(g'_t, z_{t-1}, Q \theta), \quad s_t = Q^T s'_t
 
     For an inner transformation that is equivariant under rotation (SGD, momentum, Muon's polar factor) nothing
-    changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides.
+    changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides. The state is a `RotatedState`.
 
     Args:
       inner: Sees gradients and parameters in the rotated basis and keeps its state there. What reads parameters out of
@@ -210,11 +193,7 @@ def in_rotated_basis(
         function, or a tree like the parameters, as line searches take).
       rotation: Which basis.
 
-    Returns:
-      A transformation with a `RotatedState`.
-
     Raises:
-      TypeError: Unless `inner` is an optax transformation.
       ValueError: In the update, if `inner` uses such an extra argument, or if updates, parameters and what `inner`
         returns are not of one tree (lookahead).
 
@@ -249,19 +228,16 @@ def in_rotated_basis(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _outline(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
-    return [(leaf_path(keys), np.shape(leaf)) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def _require_part(part: Any, whole: Any, message: str) -> None:
     """Refuses trees that share no basis: a leaf of `part` must be in `whole`, with the same path and shape."""
-    known = dict(_outline(whole))
-    for path, shape in _outline(part):
+    found, known = (
+        {leaf_path(keys): np.shape(leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (part, whole)
+    )
+    for path, shape in found.items():
         if known.get(path) != shape:
             there = f"shape {known[path]}" if path in known else f"no such path among {list(known)}"
-            raise ValueError(
-                f"{message}: {path!r} of shape {shape} against {there}; allowed: the same paths and shapes"
-            )
+            raise ValueError(f"{message}: {path!r} of shape {shape} against {there}; allowed: equal ones")
 
 
 class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
@@ -273,8 +249,7 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
     def _refuse(self, *unused_args, **unused_kwargs):
         raise ValueError(
             f"the inner transformation uses the extra argument {self._name!r}, which lives in the basis of the "
-            "parameters, not in the rotated one; allowed inside in_rotated_basis: extra arguments without "
-            "parameters, such as a loss. Line searches and the like belong outside, after it in an optax.chain"
+            "parameters; allowed: others. Line searches and the like belong after in_rotated_basis in an optax.chain"
         )
 
     # Any use is one of these: a call, a conversion to an array, arithmetic, an attribute (shape, dtype, a signature).
@@ -288,10 +263,8 @@ def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Upda
     if not rotated:
         return extra_args
 
-    def guard(name: str, value: Any) -> Any:
-        def of_leaf(leaf: Any) -> Any:
-            return _InOtherBasis(name) if callable(leaf) or np.shape(leaf) in rotated else leaf
+    def guard(name: str, leaf: Any) -> Any:
+        return _InOtherBasis(name) if callable(leaf) or np.shape(leaf) in rotated else leaf
 
-        return _InOtherBasis(name) if callable(value) else jax.tree.map(of_leaf, value)
-
-    return {name: guard(name, value) for name, value in extra_args.items()}
+    guards = {name: functools.partial(guard, name) for name in extra_args}
+    return {name: jax.tree.map(guards[name], value, is_leaf=callable) for name, value in extra_args.items()}

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from orthojax.config import ModelConfig, from_dict, require
 from orthojax.errors import UserError, needing
@@ -155,7 +154,16 @@ def read_params(
     if unknown := sorted(name for name in tensors.keys() - used if name not in ignored and not name.endswith(ends)):
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"{where} has a tensor that such a model does not: {unknown[0]}{more}")
-    return unflatten_dict(found, sep="/")
+    return _nested(found)
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree of dicts from paths with slashes."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        functools.reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = leaf
+    return tree
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -228,7 +236,8 @@ def own_rows(config: ModelConfig) -> Rows:
 
 
 def _flat(params: Any) -> dict[str, Any]:
-    leaves = flatten_dict(params, sep="/")
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
     if any(isinstance(leaf, Quantized) for leaf in leaves.values()):
         raise UserError("the parameters are integers with their steps", allowed="those of a checkpoint in float")
     return leaves

@@ -1,43 +1,25 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
-`settings` says what is rounded, `linear` simulates it in floats, with scales of activations from the batch or from a
-text for calibration, `integer` computes it on integers if that is possible.
+`settings` says what is rounded; `linear` simulates it in floats, with scales of activations from the batch or from a
+text for calibration, and computes it on integers if that is possible.
 """
 
-from orthojax.quant.integer import integer_linear, integer_params, require_integers
-from orthojax.quant.linear import Calibration, calibrate, quantize_params, quantized_linear, static_linear
-from orthojax.quant.settings import (
-    ALL_BUT_HEAD,
-    INT4_ZEROPOINT,
-    INT8_COARSE,
-    INT8_FINE,
-    INT8_FINE_PER_TOKEN,
-    INT8_MODERATE,
-    KERNELS_BUT_HEAD,
-    MORE_SETTINGS,
-    SETTINGS,
-    QuantizationSetting,
-    setting_named,
-)
-
-__all__ = [
-    "ALL_BUT_HEAD",
-    "INT4_ZEROPOINT",
-    "INT8_COARSE",
-    "INT8_FINE",
-    "INT8_FINE_PER_TOKEN",
-    "INT8_MODERATE",
-    "KERNELS_BUT_HEAD",
-    "MORE_SETTINGS",
-    "SETTINGS",
-    "Calibration",
-    "QuantizationSetting",
-    "calibrate",
-    "integer_linear",
-    "integer_params",
-    "quantize_params",
-    "quantized_linear",
-    "require_integers",
-    "setting_named",
-    "static_linear",
-]
+from orthojax.quant.linear import Calibration as Calibration
+from orthojax.quant.linear import calibrate as calibrate
+from orthojax.quant.linear import integer_linear as integer_linear
+from orthojax.quant.linear import integer_params as integer_params
+from orthojax.quant.linear import quantize_params as quantize_params
+from orthojax.quant.linear import quantized_linear as quantized_linear
+from orthojax.quant.linear import require_integers as require_integers
+from orthojax.quant.linear import static_linear as static_linear
+from orthojax.quant.settings import ALL_BUT_HEAD as ALL_BUT_HEAD
+from orthojax.quant.settings import INT4_ZEROPOINT as INT4_ZEROPOINT
+from orthojax.quant.settings import INT8_COARSE as INT8_COARSE
+from orthojax.quant.settings import INT8_FINE as INT8_FINE
+from orthojax.quant.settings import INT8_FINE_PER_TOKEN as INT8_FINE_PER_TOKEN
+from orthojax.quant.settings import INT8_MODERATE as INT8_MODERATE
+from orthojax.quant.settings import KERNELS_BUT_HEAD as KERNELS_BUT_HEAD
+from orthojax.quant.settings import MORE_SETTINGS as MORE_SETTINGS
+from orthojax.quant.settings import SETTINGS as SETTINGS
+from orthojax.quant.settings import QuantizationSetting as QuantizationSetting
+from orthojax.quant.settings import setting_named as setting_named

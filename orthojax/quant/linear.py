@@ -1,9 +1,8 @@
-"""Post-training quantisation, simulated in floats: linear layers that round their operands, and rounded trees.
+"""Post-training quantisation, simulated in floats or on integers: linear layers, and trees of parameters for them.
 
 Only linear layers round anything; embeddings, norms and softmax stay float, and by default so does the output head.
 `quantized_linear(setting, include="")` rounds the head as well: an untied kernel, and tied embeddings in a
-`Transformer(linear_head=True)`, whose token table [V, D], transposed, is then the kernel of the head (its output
-channels are the tokens); for the lookup of tokens it stays float.
+`Transformer(linear_head=True)`, whose token table is then the kernel of the head; for the lookup it stays float.
 
 Activation scales are dynamic: they come from the batch that passes through, so the batches of an evaluation belong to
 its result. `static_linear` has fixed ones, from a text for calibration: they save the search for the largest value of
@@ -21,9 +20,15 @@ from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.ops.products import is_head
-from orthojax.ops.quantize import Axes, absmax, zeropoint
+from orthojax.ops.quantize import Axes, Quantized, absmax, dequantize, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.settings import ALL_BUT_HEAD, QuantizationSetting, compile_pattern, map_kernels
+from orthojax.quant.settings import (
+    ALL_BUT_HEAD,
+    KERNELS_BUT_HEAD,
+    QuantizationSetting,
+    compile_pattern,
+    map_kernels,
+)
 
 if TYPE_CHECKING:
     from orthojax.model import LinearFunction, Transformer
@@ -31,29 +36,26 @@ if TYPE_CHECKING:
 Rounding = Callable[[jax.Array, str], jax.Array]
 
 
-def fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
-    """Rounds x by `absmax` or `zeropoint`."""
+def _fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
     return {"absmax": absmax, "zeropoint": zeropoint}[setting.scheme](x, bits, axes)
 
 
-def input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
+def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
     """Returns the axes of x [..., in] that share one scale."""
     return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs or "tensor"]
 
 
-def fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
+def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
     """Rounds a kernel [..., in, out]; UserError if the size of a group does not divide `in`."""
     # Any axes before the last two stack kernels that know nothing of each other.
     axes = (-2, -1) if setting.weights == "tensor" else -2
     *leading, features, outputs = kernel.shape
     size = setting.group_size or features
     if features and features % size:
-        raise UserError(
-            f"group_size={size} does not divide the {features} input features of {path}",
-            allowed=f"a divisor of {features}",
-        )
+        problem = f"group_size={size} does not divide the {features} input features of {path}"
+        raise UserError(problem, allowed=f"a divisor of {features}")
     groups = kernel.reshape(*leading, -1, size, outputs) if setting.group_size else kernel
-    return fake_quantize(groups, setting, setting.bits, axes).reshape(kernel.shape)
+    return _fake_quantize(groups, setting, setting.bits, axes).reshape(kernel.shape)
 
 
 def _largest_features(x: jax.Array, count: int) -> jax.Array:
@@ -66,7 +68,6 @@ def _largest_features(x: jax.Array, count: int) -> jax.Array:
 def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> "LinearFunction":
     """Makes a linear layer that rounds its operands as `setting` says, for a model whose layers can be replaced.
 
-    Definition: linear layers only; embeddings, head, norms and softmax stay float (`include=""` adds the head).
     Operands are rounded, multiplied and rounded again in float32 or wider; the result has the dtype of x.
 
     Args:
@@ -89,13 +90,13 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     """
 
     def on_batch(x: jax.Array, axes: Axes) -> jax.Array:
-        return fake_quantize(x, setting, setting.input_bits, axes)
+        return _fake_quantize(x, setting, setting.input_bits, axes)
 
     def round_outputs(y: jax.Array, path: str) -> jax.Array:
         kept = _largest_features(y, setting.float_features) if setting.float_features else False
         return jnp.where(kept, y, on_batch(jnp.where(kept, 0, y), None))
 
-    return _rounding(setting, include, lambda x, path: on_batch(x, input_axes(x, setting)), round_outputs)
+    return _rounding(setting, include, lambda x, path: on_batch(x, _input_axes(x, setting)), round_outputs)
 
 
 def _rounding(
@@ -116,7 +117,7 @@ def _rounding(
             floats = float_linear(jnp.where(kept, a, 0), w, None, path)
             a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
         a = a if setting.inputs is None else round_inputs(a, path)
-        w = fake_quantize_kernel(w, setting, path)
+        w = _fake_quantize_kernel(w, setting, path)
         y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
         y = y if setting.outputs is None else round_outputs(y, path)
         return y if is_head(path) else y.astype(x.dtype)
@@ -133,9 +134,6 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
       include: Regular expression searched in each path (keys joined by `/`); exactly its matches are rounded, so it
         must not match embeddings or norms.
 
-    Returns:
-      The same tree, same shapes and dtypes.
-
     Raises:
       UserError: If the setting rounds activations, nothing matches, a match is no matrix, or a group does not divide
         its `in`.
@@ -148,7 +146,7 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
     """
     if setting.inputs is not None or setting.outputs is not None:
         raise UserError(f"{setting} rounds activations, which parameters do not have", allowed="a weights-only setting")
-    return map_kernels(params, include, lambda kernel, path: fake_quantize_kernel(jnp.asarray(kernel), setting, path))
+    return map_kernels(params, include, lambda kernel, path: _fake_quantize_kernel(jnp.asarray(kernel), setting, path))
 
 
 class Calibration(NamedTuple):
@@ -164,15 +162,9 @@ class Calibration(NamedTuple):
 
 
 def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibration:
-    """Runs a float model on a text and keeps the largest values.
+    """Runs a float model on a text, int [B, T], and keeps the largest values.
 
-    Args:
-      model: With `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path.
-      params: Its parameters.
-      tokens: int [B, T].
-
-    Raises:
-      UserError: For a model with scanned layers.
+    UserError unless `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path.
     """
     from orthojax.model import Transformer  # here, so that flax is not needed for `quantize_params`
     from orthojax.model import linear as float_linear
@@ -202,33 +194,101 @@ def static_linear(
 ) -> "LinearFunction":
     """Makes a linear layer as `quantized_linear`, with the scales of activations from a calibration.
 
-    step = peak / (2^(bits-1) - 1) with the peak of the calibration, y = clip(round(x / step)) * step. Simulation in
-    float32 or wider.
+    step = peak / (2^(bits-1) - 1) with the peak of the calibration, y = clip(round(x / step)) * step.
 
     Args:
-      setting: With scheme `absmax` and one scale for a tensor of inputs, such as `INT8_MODERATE` and `INT8_COARSE`.
-      calibration: From `calibrate`, of the same model.
+      setting: With scheme `absmax` and one scale for a tensor of inputs, as `INT8_MODERATE` has, else UserError.
+      calibration: From `calibrate`, of the same model; a layer that is not in it raises UserError.
       include: As of `quantized_linear`.
-
-    Raises:
-      UserError: For a setting that has no static scales, or from the layer for a path that was not calibrated.
     """
     if (setting.scheme, setting.inputs, setting.float_features) != ("absmax", "tensor", 0):
         raise UserError(f"static scales for {setting}", allowed="scheme='absmax', inputs='tensor', float_features=0")
 
-    def on(peaks: Mapping[str, jax.Array]) -> Rounding:
-        def rounded(x: jax.Array, path: str) -> jax.Array:
-            if path not in peaks:
-                raise UserError(f"no scale of {path}", allowed="the calibration of the same model")
-            return _on_scale(x, peaks[path], setting.input_bits)
+    largest = 2 ** (setting.input_bits - 1) - 1
 
-        return rounded
+    def rounded(peaks: Mapping[str, jax.Array], x: jax.Array, path: str) -> jax.Array:
+        if path not in peaks:
+            raise UserError(f"no scale of {path}", allowed="the calibration of the same model")
+        peak = peaks[path]
+        step = jnp.where(peak > 0, peak, 1.0).astype(x.dtype) / largest
+        return jnp.where(peak > 0, jnp.clip(jnp.round(x / step), -largest, largest) * step, x)
 
-    return _rounding(setting, include, on(calibration.inputs), on(calibration.outputs))
+    inputs, outputs = (functools.partial(rounded, peaks) for peaks in calibration)
+    return _rounding(setting, include, inputs, outputs)
 
 
-def _on_scale(x: jax.Array, peak: jax.Array, bits: int) -> jax.Array:
-    """Rounds and cuts x to multiples of peak / largest integer; returns x itself if the peak is 0."""
-    largest = 2 ** (bits - 1) - 1
-    step = jnp.where(peak > 0, peak, 1.0).astype(x.dtype) / largest
-    return jnp.where(peak > 0, jnp.clip(jnp.round(x / step), -largest, largest) * step, x)
+def require_integers(setting: QuantizationSetting) -> None:
+    """Raises a UserError with the reason if a setting does not run on integers."""
+    if setting.inputs == "feature":
+        problem, hint = "a scale for each input feature has no integer product", "int8_fine_per_token runs on integers"
+        raise UserError(problem, allowed="inputs='token' or 'tensor', or None", hint=hint)
+    if setting.group_size is not None or setting.float_features:
+        problem = f"group_size={setting.group_size}, float_features={setting.float_features}: simulation only"
+        raise UserError(problem, allowed="neither in integer products")
+    if setting.inputs is not None and setting.scheme != "absmax":
+        raise UserError(f"scheme={setting.scheme!r} of inputs: simulation only", allowed="'absmax', or inputs=None")
+    if max(setting.bits, setting.input_bits) > 8:
+        raise UserError(f"bits={setting.bits}, activation_bits={setting.input_bits} on integers", allowed="2 to 8")
+
+
+def integer_params(params: Any, setting: QuantizationSetting, include: str = KERNELS_BUT_HEAD) -> Any:
+    """Quantises the kernels of a tree of parameters, for a model whose linear layers are `integer_linear`.
+
+    Arguments are as for `quantize_params`, with a setting that runs on integers or leaves activations float, else
+    UserError. In the result there is an `orthojax.ops.quantize.Quantized` for each match, with scales [..., 1, 1] or
+    [..., 1, out].
+
+    >>> import jax.numpy as jnp
+    >>> from orthojax.quant import INT4_ZEROPOINT
+    >>> q = integer_params({"kernel": jnp.array([[15.0], [7.4], [0.0], [1.0]])}, INT4_ZEROPOINT)["kernel"]
+    >>> q.qvalue.dtype.name, q.scale.tolist(), q.reshape(-1).tolist()
+    ('int8', [[1.0]], [15.0, 7.0, 0.0, 1.0])
+    """
+    require_integers(setting)
+    axes = (-2, -1) if setting.weights == "tensor" else -2
+    quantize_kernel = jax.jit(lambda kernel: quantize(at_least_float32(kernel), setting.scheme, setting.bits, axes))
+    return map_kernels(params, include, lambda kernel, path: quantize_kernel(kernel))
+
+
+@functools.cache  # the same function for the same setting, so that jit compiles a model with it once
+def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
+    """Makes a linear layer on the kernels of `integer_params`: products of int8, accumulated in int32.
+
+    With q_x = x / s_x and q_w = w / s_w whole numbers, the output o of a layer is
+
+        y_o = s_x s_w[o] sum_i q_x[i] q_w[i, o],
+
+    whose sum is an integer product if the scale s_x of an input does not depend on the feature i, else UserError. It
+    equals `quantized_linear` of the same setting up to the rounding of floats: 1e-6 of the largest output in float32.
+    If the setting leaves inputs float, the kernel is dequantised, then multiplied; one that is an array is multiplied
+    as it is.
+
+    >>> import jax.numpy as jnp
+    >>> from orthojax.quant import INT8_MODERATE
+    >>> kernel = integer_params({"kernel": jnp.array([[127.0], [1.0]])}, INT8_MODERATE)["kernel"]
+    >>> float(integer_linear(INT8_MODERATE)(jnp.array([[127.0, 0.4]]), kernel, None, "mlp/input")[0, 0])
+    16129.0
+    """
+    from orthojax.model import linear as float_linear  # here, so that flax is not needed for `integer_params`
+
+    require_integers(setting)
+
+    def linear(x: jax.Array, kernel: Any, bias: jax.Array | None, path: str) -> jax.Array:
+        if not isinstance(kernel, Quantized):
+            return float_linear(x, kernel, bias, path)
+        wide = at_least_float32(x)
+        bias = None if bias is None else bias.astype(wide.dtype)
+        if setting.inputs is None:
+            y = float_linear(wide, dequantize(kernel), bias, path)
+        else:
+            q = quantize(wide, setting.scheme, setting.input_bits, _input_axes(wide, setting))
+            contracted = (((x.ndim - 1,), (0,)), ((), ()))
+            sums = jax.lax.dot_general(q.qvalue, kernel.qvalue, contracted, preferred_element_type=jnp.int32)
+            row = (1,) * (x.ndim - 1) + (-1,)
+            y = sums.astype(wide.dtype) * kernel.scale.reshape(row) * q.scale
+            y = y if bias is None else y + bias.reshape(row)
+        if setting.outputs is not None:
+            y = _fake_quantize(y, setting, setting.input_bits, None)
+        return y if is_head(path) else y.astype(x.dtype)
+
+    return linear

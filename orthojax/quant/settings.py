@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from orthojax.config import check_types
 from orthojax.errors import UserError, nearest
+from orthojax.ops.quantize import Scheme
 
 ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 """Every path in which no component is called head."""
@@ -37,13 +38,10 @@ class QuantizationSetting:
       float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
         the kernel, and as many output features if outputs are rounded: to find the channels that do damage. Simulation
         only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
-
-    Raises:
-      UserError: For values of another type, unknown names, or a combination that says nothing.
     """
 
     bits: int
-    scheme: Literal["absmax", "zeropoint"]
+    scheme: Scheme
     weights: Literal["output_channel", "tensor"]
     inputs: Literal["feature", "token", "tensor"] | None = None
     outputs: Literal["tensor"] | None = None
@@ -58,18 +56,14 @@ class QuantizationSetting:
         if self.float_features and self.scheme == "zeropoint":  # what is left out is 0, which would widen the range
             raise UserError(f"float_features={self.float_features} with scheme='zeropoint'", allowed="scheme='absmax'")
         if self.activation_bits is not None and self.inputs is None and self.outputs is None:
-            raise UserError(
-                f"activation_bits={self.activation_bits} without rounded activations says nothing",
-                allowed="inputs or outputs",
-            )
+            problem = f"activation_bits={self.activation_bits} without rounded activations"
+            raise UserError(problem, allowed="inputs or outputs")
         for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
             if not 2 <= bits <= 16:
                 raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
         if self.group_size is not None and (self.group_size < 1 or self.weights == "tensor"):
-            raise UserError(
-                f"group_size={self.group_size} with weights={self.weights!r} says nothing",
-                allowed="1 or more, with weights='output_channel'",
-            )
+            problem = f"group_size={self.group_size} with weights={self.weights!r}"
+            raise UserError(problem, allowed="1 or more, with weights='output_channel'")
 
     @property
     def input_bits(self) -> int:
@@ -115,19 +109,15 @@ MORE_SETTINGS = {
 
 
 def setting_named(name: str) -> QuantizationSetting:
-    """Returns a setting of `SETTINGS` or `MORE_SETTINGS`.
-
-    Raises:
-      UserError: For another name.
+    """Returns a setting of `SETTINGS` or `MORE_SETTINGS`; UserError for another name.
 
     >>> setting_named("w4a8_group64").group_size
     64
     """
     settings = SETTINGS | MORE_SETTINGS
     if name not in settings:
-        raise UserError(
-            f"unknown quantisation setting {name!r}", allowed=", ".join(settings), hint=nearest(name, settings)
-        )
+        problem = f"unknown quantisation setting {name!r}"
+        raise UserError(problem, allowed=", ".join(settings), hint=nearest(name, settings))
     return settings[name]
 
 
@@ -149,9 +139,8 @@ def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) 
             return leaf
         matched.append(path)
         if jnp.ndim(leaf) < 2:
-            raise UserError(
-                f"include={include!r} matches {path}, which has shape {jnp.shape(leaf)}", allowed="[..., in, out]"
-            )
+            problem = f"include={include!r} matches {path}, which has shape {jnp.shape(leaf)}"
+            raise UserError(problem, allowed="[..., in, out]")
         return function(leaf, path)
 
     mapped = jax.tree_util.tree_map_with_path(visit, params)

@@ -83,19 +83,9 @@ def _blocks(model: Transformer, params: Any) -> list[Any]:
     return [layers[f"layers_{i}"] for i in range(model.config.num_layers)]
 
 
-def _read_by(model: Transformer, block: Any, name: str) -> jax.Array:
-    """Returns the kernel [D, K * width] of keys or values times the gains of the norms before it and of its latent."""
-    c, attention = model.config, block["attention"]
-    kernel = attention[name]["kernel"].astype(jnp.float32)
-    # A norm that comes after attention has no gain on what is read.
-    gain = jnp.ones((1, 1)) if c.block in ("output_norm", "post_norm") else _gain(block, "attention_norm")
-    if c.latent is not None:
-        kernel = attention["latent"]["kernel"] @ (_gain(attention, "latent_norm") * kernel)
-        if name == "key":
-            shared = jnp.repeat(attention["rotary_key"]["kernel"][:, None], c.num_heads, axis=1)
-            own = kernel.reshape(c.d_model, c.num_heads, -1)
-            kernel = jnp.concatenate([shared, own], axis=-1).reshape(c.d_model, -1)
-    return gain * kernel
+def _read_by(block: Any, name: str) -> jax.Array:
+    """Returns the kernel [D, K * width] of keys or values times the gain of the norm before it."""
+    return _gain(block, "attention_norm") * block["attention"][name]["kernel"].astype(jnp.float32)
 
 
 def _gain(part: Any, norm: str) -> jax.Array:
@@ -115,7 +105,7 @@ def weak_directions(model: Transformer, params: Any) -> jax.Array:
         weak = vectors[:, : round(WEAK * c.d_model)]
         projectors.append(jnp.where(jnp.any(above != 0.0), weak @ weak.T, jnp.nan))
         if "attention" in block:
-            value = _read_by(model, block, "value").reshape(c.d_model, c.kv_heads, c.value_dim)
+            value = _read_by(block, "value").reshape(c.d_model, c.kv_heads, c.value_dim)
             value = jnp.repeat(value, c.num_heads // c.kv_heads, axis=1)
             output = block["attention"]["output"]["kernel"].reshape(c.num_heads, c.value_dim, c.d_model)
             written = jnp.einsum("CNH,NHD->CND", value, output)
@@ -133,7 +123,7 @@ def key_directions(model: Transformer, params: Any, token: jax.Array) -> jax.Arr
     directions = []
     for layer, block in enumerate(_blocks(model, params)[1:], 1):
         if "attention" in block:
-            directions.append(_read_by(model, block, "key") @ keys[layer].ravel())
+            directions.append(_read_by(block, "key") @ keys[layer].ravel())
         else:
             directions.append(jnp.full(c.d_model, jnp.nan))
     return jnp.stack([*directions, jnp.full(c.d_model, jnp.nan)])

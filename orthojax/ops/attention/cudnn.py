@@ -85,17 +85,13 @@ def _unsupported_sharding(inputs: AttentionInputs) -> str:
 def attend(inputs: AttentionInputs) -> jax.Array:
     """Computes attention by the kernel, for inputs that `unsupported` does not refuse.
 
-    Args:
-      inputs: bfloat16 or float16; a bias is rounded to that dtype. The scale is fixed when compiled.
+    A bias is rounded to the dtype of the query, and the scale is fixed when compiled.
 
     Returns:
       [B, T, N, H] in the dtype of the query. Rows that see no key are zero if there is a finite sink, and what cuDNN
       makes of them for "softmax" and a sink of -inf, gradients included (NaN for a key length of 0); queries beyond
       their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
-      `ATTENTION_NAME`. It has no forward-mode derivative and no second one.
-
-    Raises:
-      NotImplementedError: When it is compiled for another platform than CUDA.
+      `ATTENTION_NAME`.
     """
     preload_builtins()
     window = inputs.local_window_size
@@ -151,7 +147,7 @@ def _attention(settings: Settings, operands: Operands, sink: jax.Array | None) -
 
 def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Computes the output [B, T, N, H] and lse' [B, N, T]."""
-    output, lse = cudnn_kernel.forward(settings, operands)
+    output, lse = cudnn_kernel.attention(settings, operands)
     if sink is None:
         if operands.query_lengths is not None:
             output = jnp.where(_before_end(output, operands.query_lengths), output, 0)
@@ -168,7 +164,6 @@ def _forward(settings: Settings, operands: Operands, sink: jax.Array | None) -> 
 
 
 def _before_end(rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Marks the positions of [B, T, N, H] that are no padding: [B, T, 1, 1]."""
     return (jnp.arange(rows.shape[1])[None] < lengths[:, None])[..., None, None]
 
 
@@ -198,7 +193,7 @@ def _backward_rule(settings, residuals, cotangent):
         # Nothing that stands in padding may leak, neither into the gradients nor out of them.
         cotangent = jnp.where(_before_end(output, queries), cotangent, 0)
     settings = settings._replace(bias_gradient=bias_gradient is not None)
-    query, key, value, *rest = cudnn_kernel.backward(settings, operands, Statistics(lse, output, cotangent))
+    query, key, value, *rest = cudnn_kernel.attention(settings, operands, Statistics(lse, output, cotangent))
     bias = rest[0] if rest else None
     if queries is not None:
         query = jnp.where(_before_end(query, queries), query, 0)
@@ -218,9 +213,8 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 # The probe: does the kernel run in this process? On CUDA 13 cuDNN compiles its attention kernels with NVRTC, which
-# opens `libnvrtc-builtins` by its bare name. The wheel that brings it is on no search path, and JAX loads NVRTC itself
-# only, so cuDNN finds no execution plan (https://github.com/jax-ml/jax/issues/32430). Loading the builtins beforehand
-# lets the name resolve.
+# opens `libnvrtc-builtins` by its bare name. The wheel that brings it is on no search path, so cuDNN finds no execution
+# plan (https://github.com/jax-ml/jax/issues/32430). Loading the builtins beforehand lets the name resolve.
 
 
 @functools.cache
@@ -228,9 +222,7 @@ def unavailable() -> str:
     """Returns why the kernel cannot run in this process, or "": once, forward and backward are run against XLA's."""
     capability = compute_capability()
     if capability is None:
-        backend = jax.default_backend()
-        found = "the GPU is another vendor's" if backend == "gpu" else f"the default backend is {backend!r}"
-        return f"cuDNN needs an NVIDIA GPU, and {found}"
+        return f"cuDNN needs an NVIDIA GPU; the default device is {jax.local_devices()[0].device_kind!r}"
     if capability < _LEAST_CAPABILITY:
         return "cuDNN's attention needs compute capability {}.{}, got {}.{}".format(*_LEAST_CAPABILITY, *capability)
     not_loaded = preload_builtins()
@@ -240,9 +232,7 @@ def unavailable() -> str:
         detail = str(raised).strip().split("\n")[0][:300]
         loading = f" (and {not_loaded})" if not_loaded else ""
         folders = ":".join(map(str, _library_folders()))
-        advice = "cuDNN needs libnvrtc-builtins on the path of the loader (LD_LIBRARY_PATH)"
-        if folders:
-            advice = f"cuDNN may miss libnvrtc-builtins: try LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
+        advice = f"it may miss libnvrtc-builtins: try LD_LIBRARY_PATH={folders or 'ITS_FOLDER'}:$LD_LIBRARY_PATH"
         return f"cuDNN's attention fails: {type(raised).__name__}: {detail}{loading}. With CUDA 13, {advice}"
     if not error < _PROBE_TOLERANCE:  # NaN is a failure as well
         return f"cuDNN's attention is wrong: it differs from XLA's by {error:.2g} where {_PROBE_TOLERANCE} is allowed"

@@ -1,10 +1,9 @@
 """cuDNN's fused softmax attention, forward and backward, with the statistics between them.
 
 JAX keeps the two primitives in a private module; `jax.nn.dot_product_attention` is built on them, but does not let the
-statistics be changed. `forward` and `backward` take vmap and a mesh: JAX's own rules for the primitives partition the
-query and the value and leave every other operand whole, so that a bias or lengths would be read at the wrong place.
-Here the query's batch and head axes decide for all operands. What stays whole: sequences, head widths, and a key head
-together with its group of query heads.
+statistics be changed. `attention` takes vmap and a mesh: JAX's own rules for the primitives partition the query and the
+value and leave every other operand whole, so that a bias or lengths would be read at the wrong place. Here the query's
+batch and head axes decide for all operands; sequences, head widths, and a key head with its group stay whole.
 """
 
 import functools
@@ -50,17 +49,6 @@ class Statistics(NamedTuple):
     lse: jax.Array  # [B, N, T] float32: log sum_j exp(logit_j)
     output: jax.Array  # [B, T, N, H]
     cotangent: jax.Array  # [B, T, N, H], of the output
-
-
-def forward(settings: Settings, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Computes softmax attention: the output [B, T, N, H] in the dtype of the query, and lse [B, N, T] in float32."""
-    output, lse = _vmappable(settings, operands, None)
-    return output, lse
-
-
-def backward(settings: Settings, operands: Operands, statistics: Statistics) -> tuple[jax.Array, ...]:
-    """Computes gradients of query, key and value, and of the bias if `settings.bias_gradient`."""
-    return _vmappable(settings, operands, statistics)
 
 
 # JAX's private module.
@@ -133,7 +121,12 @@ def _bind(module: Any, settings: Settings, operands: Operands, statistics: Stati
 # vmap: a further batch axis is folded into the kernel's own.
 
 
-def _vmappable(settings: Settings, operands: Operands, statistics: Statistics | None) -> tuple[jax.Array, ...]:
+def attention(settings: Settings, operands: Operands, statistics: Statistics | None = None) -> tuple[jax.Array, ...]:
+    """Computes softmax attention: the output [B, T, N, H] in the dtype of the query, and lse [B, N, T] in float32.
+
+    Given statistics, it computes gradients of query, key and value, and of the bias if `settings.bias_gradient`.
+    """
+
     @custom_vmap
     def kernel(operands, statistics):
         return _over_mesh(settings, operands, statistics)
@@ -153,7 +146,7 @@ def _vmappable(settings: Settings, operands: Operands, statistics: Statistics | 
         without_bias = (operands._replace(bias=None), statistics), (batched[0]._replace(bias=None), batched[1])
         folded, folded_statistics = jax.tree.map(fold, *without_bias)
         folded = folded._replace(bias=bias if bias is None or keep else fold(bias, bias_is_batched))
-        results = _vmappable(settings, folded, folded_statistics)
+        results = attention(settings, folded, folded_statistics)
         results = [array.reshape(size, B, *array.shape[1:]) for array in results]
         if settings.bias_gradient and summed:
             results[3] = jnp.sum(results[3], 1, keepdims=True)
@@ -172,13 +165,10 @@ def mesh_axes(spec: Sequence[Any], sizes: Any, batch: int, heads: int, key_heads
     """
     over_batch, _, over_heads, *_ = (*spec, None, None, None)
 
-    def divide(names: Any, length: int) -> bool:
-        return length % math.prod(sizes[name] for name in _as_tuple(names)) == 0
+    def dividing(names: Any, length: int) -> Any:
+        return None if length % math.prod(sizes[name] for name in _as_tuple(names)) else names
 
-    return (
-        over_batch if divide(over_batch, batch) else None,
-        over_heads if divide(over_heads, heads if key_heads == 1 else key_heads) else None,
-    )
+    return dividing(over_batch, batch), dividing(over_heads, heads if key_heads == 1 else key_heads)
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:
@@ -229,11 +219,8 @@ def _over_mesh(settings: Settings, operands: Operands, statistics: Statistics | 
         return _partitioned(settings, operands, statistics)
     # Explicit axes are part of the arrays' types, so the partition is known while tracing.
     specs = _specs(sharding, settings, operands, statistics)
-    arguments = jax.tree.map(
-        lambda array, spec: jax.sharding.reshard(array, NamedSharding(mesh, spec)),
-        (operands, statistics),
-        specs.arguments,
-    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs.arguments)
+    arguments = jax.tree.map(jax.sharding.reshard, (operands, statistics), shardings)
     local = functools.partial(_on_one_device, settings, sums=specs.sums)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs.arguments, out_specs=specs.results, check_vma=False)
     return mapped(*arguments)
@@ -286,7 +273,7 @@ def _partition(settings, mesh, arguments, results):
     return mesh, functools.partial(_on_one_device, settings, sums=specs.sums), results, arguments
 
 
-def _whole(settings, operands, statistics):
+def _whole(settings, operands, statistics):  # without a default, which would become an operand
     return _on_one_device(settings, operands, statistics)
 
 

@@ -1,6 +1,7 @@
-"""`dot_product_attention`: the entry, and the choice of an implementation."""
+"""`dot_product_attention`: the entry, the choice of an implementation, and the form that flax takes."""
 
 import importlib
+import math
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +16,6 @@ from orthojax.ops.attention.inputs import AttentionInputs, prepare_inputs
 from orthojax.ops.normalizers import Normalizer
 
 Implementation = Literal["xla", "xla_chunked", "cudnn", "splash"]
-
 
 _KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 # From this size of float32 [B, N, T, S] weights on, one chunk of queries at a time. The reason is memory: the backward
@@ -49,7 +49,7 @@ def dot_product_attention(
       key: [B, S, K, H] or [S, K, H]; K divides N (grouped-query attention).
       value: [B, S, K, H] or [S, K, H].
       bias: Added to the logits; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1.
-      mask: Boolean, True keeps; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1.
+      mask: Boolean, True keeps; shaped as `bias`.
       normalizer: "softmax1" | "softmax" | "relu" | "gelu" | "sigmoid", a number n (softmax_n), an array [N] of learned
         sink logits, one per query head, or a `ClippedSoftmax`. See `orthojax.ops.normalizers`.
       scale: Factor of the logits; 1 / sqrt(H) if None.
@@ -69,8 +69,7 @@ def dot_product_attention(
       symbolic dimensions of `jax.export`, with which None never picks a kernel.
 
     Raises:
-      ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, an unknown normalizer or
-        implementation.
+      ValueError: For shapes or dtypes that do not fit, or an unknown normalizer or implementation.
       NotImplementedError: If the named implementation does not support the arguments; the message says which.
 
     >>> import jax, jax.numpy as jnp
@@ -89,11 +88,6 @@ def dot_product_attention(
 
 def _kernel(name: str) -> ModuleType:
     return importlib.import_module(f"orthojax.ops.attention.{name}")  # may take a second, so only where it is used
-
-
-def _warn(kernel: str, reason: str) -> None:
-    # At the line that calls `dot_product_attention`.
-    warnings.warn(f"attention falls back from {kernel!r} to plain XLA, which is slower: {reason}", stacklevel=4)
 
 
 def _platform(array: jax.Array) -> str:
@@ -123,7 +117,8 @@ def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[At
             problem = _symbolic(inputs) or module.unsupported(inputs) or module.unavailable()
             if not problem:
                 return module.attend
-            _warn(kernel, problem)
+            problem = f"attention falls back from {kernel!r} to plain XLA, which is slower: {problem}"
+            warnings.warn(problem, stacklevel=3)  # at the line that calls `dot_product_attention`
         (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
         if xla.unchunkable(inputs):
             return xla.attend
@@ -146,3 +141,77 @@ def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[At
     if problem:
         raise NotImplementedError(f"attention with implementation={implementation!r}: {problem}")
     return module.attend
+
+
+def attention_fn(
+    normalizer: Normalizer = "softmax1", *, is_causal: bool = False, implementation: Implementation | None = None
+) -> Callable[..., jax.Array]:
+    """Makes the `attention_fn` of flax's MultiHeadAttention (linen and nnx), with another normalizer.
+
+    Args:
+      normalizer: As for `dot_product_attention`.
+      is_causal: Query t sees keys 0..t: faster than a mask array, which splash does not take. A step of cached
+        decoding, one query, brings its own mask instead.
+      implementation: As for `dot_product_attention`.
+
+    Returns:
+      A function of query [..., T, N, H], key and value [..., S, K, H], and flax's keyword arguments, `bias` and `mask`
+      that broadcast to [..., N, T, S] (non-zero keeps), `dtype` to which query, key and value are cast. It raises
+      NotImplementedError for what it would otherwise ignore, such as dropout of attention weights.
+
+    >>> import flax.linen as nn
+    >>> attention = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn("softmax1", is_causal=True))
+    """
+    causal = is_causal
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        force_fp32_for_softmax: bool = True,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # statistics are float32 in any case
+        unsupported = {
+            "dropout of attention weights": dropout_rate > 0.0 and not deterministic,
+            "sown attention weights": module is not None,
+            "a precision": precision is not None,
+            "einsums of the caller's own": bool(qk_attn_weights_einsum or attn_weights_value_einsum),
+        }
+        for what, is_asked in unsupported.items():
+            if is_asked:
+                raise NotImplementedError(f"orthojax's attention_fn does not support {what}")
+        T, S, batch = query.shape[-3], key.shape[-3], query.shape[:-3]
+        if (causal or is_causal) and T != S and (mask is None or T > 1):
+            raise ValueError(f"causal attention of {T} queries to {S} keys; allowed: as many, or one query and a mask")
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        output = dot_product_attention(
+            *(array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)),
+            bias=None if bias is None else _one_batch_axis(bias, batch),
+            mask=None if mask is None else _one_batch_axis(jnp.asarray(mask).astype(bool), batch),
+            normalizer=normalizer,
+            is_causal=(causal or is_causal) and T == S,
+            implementation=implementation,
+        )
+        return output.reshape(query.shape)
+
+    return attend
+
+
+def _one_batch_axis(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Reshapes an array that broadcasts to [*batch, N, T, S], so that it broadcasts to [prod(batch), N, T, S]."""
+    if len(batch) <= 1 or array.ndim <= 3:
+        return array
+    array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
+    return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(math.prod(batch), *array.shape[-3:])

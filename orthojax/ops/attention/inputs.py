@@ -35,11 +35,7 @@ class AttentionInputs:
 def prepare_inputs(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, normalizer: Normalizer, **options: Any
 ) -> AttentionInputs:
-    """Checks the arguments of `dot_product_attention`, which it shares, and gives arrays a batch axis.
-
-    Raises:
-      ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, or an unknown normalizer.
-    """
+    """Checks the arguments of `dot_product_attention`, of which it has all others, and gives arrays a batch axis."""
     if not 3 <= jnp.ndim(query) <= 4:
         shape = jnp.shape(query)
         raise ValueError(f"query must be [batch, length, heads, width] or [length, heads, width]; got {shape}")
@@ -94,11 +90,7 @@ def _check_masking(shape: tuple[int, ...], bias: Any, mask: Any, lengths: dict[s
 
 
 def window_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Returns (left, right) of a `local_window_size`.
-
-    Raises:
-      ValueError: For anything but one int or two, each >= 0.
-    """
+    """Returns (left, right) of a `local_window_size`; ValueError for anything but one int or two, each >= 0."""
     try:
         left, right = map(operator.index, size if isinstance(size, tuple | list) else (size, size))
     except (TypeError, ValueError):

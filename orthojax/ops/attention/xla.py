@@ -43,17 +43,9 @@ def visible_keys(
 ) -> jax.Array | None:
     """Marks the keys that each query sees: everything that hides a key, in one boolean mask.
 
-    Args:
-      batch: B, for the shape of sequence lengths.
-      query_length: T.
-      key_length: S.
-      mask: Boolean [B or 1, N or 1, T or 1, S or 1]; True keeps.
-      is_causal: Query t sees keys 0..t.
-      query_seq_lengths: int32 [B]; queries from this position on see nothing.
-      key_value_seq_lengths: int32 [B]; keys from this position on are hidden.
-      local_window_size: Query t sees keys t - left .. t + right; an int means both sides.
-      query_start: Position of the first query, for a part of the sequence; `mask` is that of the part.
-      key_start: Position of the first key.
+    B, T and S are `batch`, `query_length` and `key_length`; other arguments are those of `dot_product_attention`, but
+    queries from `query_seq_lengths` on see nothing. For a part of a sequence, whose mask is `mask`, `query_start` and
+    `key_start` are the positions of the first query and key.
 
     Returns:
       Boolean mask that broadcasts to [B, N, T, S], or None if every query sees every key.
@@ -82,10 +74,7 @@ def relaxed_causal_mask(
       queries: T, or the positions [T] of a part of a sequence.
       relaxed: k; 0 or 1 is the causal mask.
       window: Query t sees no key before t - window + 1; None hides none.
-      keys: Positions [S]; those of the queries if None.
-
-    Returns:
-      Boolean [1, 1, T, S].
+      keys: Positions [S] of keys, for a boolean [1, 1, T, S]; those of the queries if None.
     """
     queries = queries if isinstance(queries, jax.Array) else jnp.arange(queries)
     t, s = queries[:, None], (queries if keys is None else keys)[None, :]
@@ -96,16 +85,10 @@ def relaxed_causal_mask(
 def attention_logits(
     query: jax.Array, key: jax.Array, bias: jax.Array | None = None, *, scale: float | None = None
 ) -> jax.Array:
-    """Computes scaled products of queries and keys, before any mask.
+    """Computes scaled products of queries and keys, before any mask: scale * query @ key^T + bias.
 
-    Args:
-      query: [B, T, N, H].
-      key: [B, S, K, H] with K dividing N; query head n attends with key head n // (N / K).
-      bias: Added to the logits; broadcasts to [B, N, T, S].
-      scale: Factor of the products; 1 / sqrt(H) if None.
-
-    Returns:
-      [B, N, T, S] in float32 (float64 for float64 inputs).
+    Query [B, T, N, H] and key [B, S, K, H], with K dividing N, give [B, N, T, S] in float32 (float64 for float64
+    inputs), to which `bias` broadcasts; the scale is 1 / sqrt(H) by default.
     """
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
@@ -133,16 +116,7 @@ def attention_weights(
 ) -> jax.Array:
     """Computes the weights with which queries attend to keys: a normalizer of `attention_logits`.
 
-    Args:
-      query: [B, T, N, H].
-      key: [B, S, K, H] with K dividing N.
-      bias: As for `attention_logits`.
-      mask: Boolean, True keeps; broadcasts to [B, N, T, S]. See `visible_keys`.
-      normalizer: See `orthojax.ops.normalizers`.
-      scale: As for `attention_logits`.
-
-    Returns:
-      [B, N, T, S] in float32 (float64 for float64 inputs).
+    Arguments and result are as for `attention_logits`; the boolean `mask` (True keeps) broadcasts to the result.
     """
     return apply_normalizer(normalizer, attention_logits(query, key, bias, scale=scale), mask)
 
@@ -150,12 +124,7 @@ def attention_weights(
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
     """Sums the values of all keys with the weights of each query.
 
-    Args:
-      weights: [B, N, T, S], rounded to the dtype of `value`.
-      value: [B, S, K, H] with K dividing N; query head n takes the values of head n // (N / K).
-
-    Returns:
-      [B, T, N, H] in the dtype of `value`.
+    Weights [B, N, T, S] and value [B, S, K, H], with K dividing N, give [B, T, N, H] in the dtype of `value`.
     """
     B, N, T, S = weights.shape
     K, H = value.shape[2:]
@@ -272,11 +241,7 @@ def _keys(array: jax.Array, start: int | jax.Array, number: int, axis: int) -> j
 
 
 def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
-    """Computes attention of the chunks of one run, [chunks of the run, B, size, N, H].
-
-    `queries` has of each chunk the position of its first query and its query, and bias and mask if these vary by
-    query; `inputs` has the rest.
-    """
+    """Computes attention of the chunks of one run, [chunks of the run, B, size, N, H]; `queries` are their parts."""
     # Every chunk adds to the gradients of what all chunks share: summed in float32, as in one product.
     shared = {name: getattr(inputs, name) for name in ("key", "value", "bias", "normalizer")}
     shared = {name: at_least_float32(a) if isinstance(a, jax.Array) else a for name, a in shared.items()}
