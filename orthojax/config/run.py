@@ -273,6 +273,8 @@ class TrainConfig:
         every = self.checkpoint_every_steps
         kept = f"0, or a multiple of train.checkpoint_every_steps={every}"
         require_each(self, "train", "keep_every_steps", lambda n: n >= 0 and n % every == 0, kept)
+        starts = bool(self.init_from) or not self.allow_normalizer_change
+        require(starts, "train.allow_normalizer_change without another start", "with train.init_from=DIR")
         require_seed(self, "train")
 
 
