@@ -96,9 +96,6 @@ def null_mass_by_head(weights: ArrayLike) -> jax.Array:
     """1 - sum of the weights of a row, mean over queries and sequences: [N].
 
     0 for softmax; what softmax-1 leaves to none of the keys; negative where weights sum to more than 1, as ReLU's may.
-
-    Args:
-      weights: Attention weights, [B, N, T, S].
     """
     return 1.0 - jnp.mean(jnp.sum(at_least_float32(attention_weights(weights)), axis=-1), axis=(0, 2))
 
@@ -108,9 +105,6 @@ def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
 
     Definition: -sum_j w_j log w_j, with the null mass as one more key; ln(t) for equal weights on t keys. Negative
     weights, as GELU's, count as 0, and a row that sums to more than 1, as ReLU's may, is divided by its sum first.
-
-    Args:
-      weights: Attention weights, [B, N, T, S].
     """
     weights = jnp.maximum(at_least_float32(attention_weights(weights)), 0.0)
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)

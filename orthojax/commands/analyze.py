@@ -106,19 +106,9 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
     loaded, inputs = _open(load(place))
     settings = fitting(loaded, settings)
     stages = evaluation_stages(loaded.config, settings, quantize_head=FLAGS.quantize_head) + bool(FLAGS.knock_out)
+    options = {"quantize_head": FLAGS.quantize_head, "knock_out_rows": FLAGS.knock_out}
     with tqdm(desc=name, total=stages) as bar:
-
-        def count(_: str) -> None:
-            bar.update()
-
-        measured = measure_model(
-            loaded,
-            inputs,
-            settings,
-            quantize_head=FLAGS.quantize_head,
-            knock_out_rows=FLAGS.knock_out,
-            on_progress=count,
-        )
+        measured = measure_model(loaded, inputs, settings, **options, on_progress=lambda _: bar.update())
     return measured, {"name": name, **inputs.provenance}
 
 

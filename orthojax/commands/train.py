@@ -94,14 +94,10 @@ def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
                 say(f"compiled, first step done: {time.monotonic() - started:.0f} s")
             bar.update(step - bar.n)
 
-        train(
-            config,
-            inputs,
-            workdir,
-            on_start=begin,
-            on_step=count,
-            on_line=lambda line: say(describe_line(line, steps)),
-        )
+        def show(line: dict[str, Any]) -> None:
+            say(describe_line(line, steps))
+
+        train(config, inputs, workdir, on_start=begin, on_step=count, on_line=show)
 
 
 def main(_: list[str]) -> None:
@@ -111,16 +107,8 @@ def main(_: list[str]) -> None:
         return
     workdir = _workdir()
 
-    from orthojax.train import (
-        check_workdir,
-        closing,
-        describe_data,
-        distributed,
-        keep_compiled_programs,
-        open_inputs,
-        opening,
-        train,
-    )
+    from orthojax import train
+    from orthojax.train import distributed
 
     if FLAGS.multihost or _processes() != (None, None, None):
         distributed.initialize(*_processes())
@@ -131,17 +119,18 @@ def main(_: list[str]) -> None:
             print(*lines, sep="\n", flush=True)
 
     def prepare() -> Any:
-        check_workdir(workdir, config)
-        keep_compiled_programs(FLAGS.compile_cache)
-        say(f"workdir {workdir}", *opening(config))
+        train.check_workdir(workdir, config)
+        train.keep_compiled_programs(FLAGS.compile_cache)
+        say(f"workdir {workdir}", *train.opening(config))
         # Every process makes the token files that it does not find; the first to finish keeps them.
-        return open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress() if is_primary else None)
+        progress = cli.tokenizing_progress() if is_primary else None
+        return train.open_inputs(config, Path(FLAGS.cache_dir), progress=progress)
 
     inputs = distributed.sync_start(prepare)
-    say(describe_data(inputs.provenance))
+    say(train.describe_data(inputs.provenance))
     if is_primary:
         _train_with_progress(config, inputs, workdir)
         cache = [] if FLAGS.cache_dir == FLAGS["cache_dir"].default else [f"--cache_dir={FLAGS.cache_dir}"]
-        say(*closing(workdir, ["orthojax", "evaluate", f"--checkpoint={workdir}", *cache]))
+        say(*train.closing(workdir, ["orthojax", "evaluate", f"--checkpoint={workdir}", *cache]))
     else:
-        train(config, inputs, workdir)
+        train.train(config, inputs, workdir)

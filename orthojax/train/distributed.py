@@ -34,14 +34,9 @@ def initialize(
 ) -> None:
     """Joins the processes of a run; call it before anything else of JAX.
 
-    A process whose heartbeat stops ends all others. Restarted, they resume from the last checkpoint. If the others do
-    not connect within five minutes, JAX ends this one with exit code 134.
-
-    Args:
-      coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
-      num_processes: Of all machines together.
-      process_id: 0 to num_processes - 1.
-      heartbeat_timeout_seconds: Silence after which a process counts as dead.
+    Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
+    others. Restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX ends
+    this one with exit code 134.
 
     Raises:
       UserError: If only some of the three are given, they do not fit, or no cluster is found.
@@ -120,16 +115,10 @@ def from_primary(read: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """A wish to stop the run.
+    """A wish to stop the run; `signum` is the first signal to this process, once there was one."""
 
-    Attributes:
-      signum: The first signal to this process, once there was one.
-    """
-
-    def __init__(self):
-        """Begins without a request."""
-        self.signum: int | None = None
-        self._asked = 0
+    signum: int | None = None
+    _asked = 0
 
     def check(self) -> int | None:
         """Returns the signal that stops the run now, or None; every process asks equally often."""

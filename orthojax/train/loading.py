@@ -56,17 +56,11 @@ def _published(path: str | Path) -> Path | None:
 
 
 def find_model(path: str | Path) -> tuple[Path, Config]:
-    """Finds a model and its config; no parameters are read.
-
-    Args:
-      path: As of `load`.
+    """Finds a model as `load` does, and its config; no parameters are read.
 
     Returns:
       The folder of a checkpoint's step and the config of its run; or the folder or file of a model that others trained,
       and a config with its model and its tokenizer, on the embedded text.
-
-    Raises:
-      UserError: As `load`.
     """
     if (found := _published(path)) is None:
         folder = find_checkpoint(Path(path))
@@ -88,8 +82,7 @@ def _read_published(path: Path) -> Any:
 
 
 def _load_pretrained(path: Path, config: Config) -> LoadedModel:
-    params = _read_published(path)
-    tokenizer = None
+    params, tokenizer = _read_published(path), None
     with contextlib.suppress(UserError):  # token ids are enough for most
         tokenizer = load_tokenizer(path)
     if tokenizer is not None:
@@ -185,15 +178,10 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
 
 
 def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any:
-    """Returns the parameters at which a run begins, if token ids mean the same in them as in its data.
-
-    Args:
-      config: Of the run.
-      provenance: Of its data.
-      path: The folder or file behind `train.init_from`.
+    """Returns the parameters at which a run begins, from the folder or file behind `train.init_from`.
 
     Raises:
-      UserError: As `load_params`; if it was created with a different tokenizer.
+      UserError: As `load_params`; if token ids mean something else there than in the data of this provenance.
     """
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
     if (folder := _published(path)) is not None:

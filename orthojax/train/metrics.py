@@ -31,22 +31,14 @@ class DivergedError(UserError):
 
 
 def require_finite(what: str, step: int, value: float) -> None:
-    """Ends a run that has diverged.
-
-    Raises:
-      DivergedError: If the value, measured at a step, is not finite.
-    """
+    """Raises DivergedError if a value, measured at a step, is not finite."""
     if not math.isfinite(value):
         hint = "the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
         raise DivergedError(f"the {what} is not finite at step {step}: {value}", hint=hint)
 
 
 class MetricLog:
-    """The log of one run, to which the metrics of a step come one step late, so that no device waits for the host.
-
-    Attributes:
-      param_norm: Norm of the parameters after the last step that was handled.
-    """
+    """The log of one run, to which the metrics of a step come one step late, so that no device waits for the host."""
 
     def __init__(
         self,
@@ -60,20 +52,14 @@ class MetricLog:
     ):
         """Opens the file, dropping the lines of steps that will be repeated, and starts the clock of tokens per second.
 
-        Args:
-          config: The run.
-          path: The metrics.jsonl; None writes nothing, as in all processes but one.
-          step: Optimizer steps that are done.
-          mirrors: Get the same lines, those that stay first.
-          on_step: Called with every step and its loss in nats.
-          on_line: Called with every line that is written.
+        Without a path it writes nothing. Mirrors get the same lines, those that stay first.
         """
         self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
         self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
         self._pending: tuple[int, StepMetrics, Probed | None] | None = None
         self._clock = (time.monotonic(), step)
-        self.param_norm = 0.0
+        self.param_norm = 0.0  # of the parameters after the last step that was handled
         self._file = None
         if path is not None:
             lines = [line for line in read_metrics(path) if line["step"] <= step > 0]
@@ -93,11 +79,7 @@ class MetricLog:
             mirror.close()
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out.
-
-        Raises:
-          OSError: If the disk refuses, with the name of the file.
-        """
+        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out."""
         if self._file is None:
             return
         values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
@@ -163,9 +145,6 @@ class MetricLog:
         return line if mfu is None else line | {"mfu": round(mfu, 4)}
 
 
-# Mirrors.
-
-
 class Mirror(NamedTuple):
     """A library that shows the lines of metrics.jsonl."""
 
@@ -174,7 +153,6 @@ class Mirror(NamedTuple):
 
 
 def _library(extra: str, package: str) -> Any:
-    """Imports the package of the mirror that `train.EXTRA` asks for."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -235,9 +213,6 @@ def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
             run.log({name: value for name, value in line.items() if name != "step"}, step=line["step"])
 
     return Mirror(write, run.finish)
-
-
-# Reading.
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
