@@ -202,16 +202,13 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
 
 
 def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
-    """Returns the metrics with one more axis than layers, float64: [L, N] by head, `max_abs_by_channel` [L, D].
-
-    Values by head are nan in layers without attention.
-    """
+    """Returns the metrics with one more axis than layers, float64: [L, N] by head, `max_abs_by_channel` [L, D]."""
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
     return {name: mean for name, mean in _means(statistics).items() if mean.ndim == 2}
 
 
 def _of_hidden_states(name: str) -> bool:
-    """Tells metrics of hidden states, which a layer without attention has too, from those of attention."""
+    """Tells metrics that a layer without attention has too."""
     found = define(name)
     return found is not None and found.group == "hidden states"
 
@@ -263,8 +260,7 @@ def measure(
 
     There is one compiled program for each (model, observe, output), shape of a batch and set of interventions, whatever
     their values: give functions of a module, or keep those that you make, so that a later call finds it. Taps that they
-    do not read are not computed. If the parameters lie on a mesh, results are replicated, so that every process can
-    read them.
+    do not read are not computed. On a mesh, results are replicated.
 
     Args:
       loaded: The model; its parameters may lie on a mesh.
@@ -305,7 +301,6 @@ def _apply(
     tokens: Any,
     *extra,
 ) -> tuple[Any, ...]:
-    """Returns (observed,) or (observed, output) of one batch, replicated if there is a mesh."""
     options: Any = {} if interventions is None else {"interventions": interventions}  # other models need not have them
     result: Any = model.apply(
         {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None, **options

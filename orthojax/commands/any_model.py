@@ -95,17 +95,11 @@ def _inputs(rows: np.ndarray, source: str, bits_per_nat: float | None) -> Inputs
 
 
 class Measured(NamedTuple):
-    """A measured model.
-
-    Attributes:
-      config: Of the run that trained it.
-      metrics: As of `evaluate_by_head`, without those that are not finite.
-      arrays: Those of `evaluate_by_head` and `knock_out` by name.
-    """
+    """A measured model."""
 
     config: Config
-    metrics: dict[str, float]
-    arrays: dict[str, np.ndarray]
+    metrics: dict[str, float]  # of `evaluate_by_head`, those that are finite
+    arrays: dict[str, np.ndarray]  # of `evaluate_by_head` and `knock_out`
 
 
 def measure_model(
@@ -159,8 +153,6 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
             change[place] = loss(whole | {part: without}) - before
     return changes
 
-
-# The report.
 
 # Metrics that share an axis, each in a panel of its own, and the scale of the axis.
 _CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (

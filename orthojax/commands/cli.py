@@ -52,10 +52,7 @@ def define_compile_cache() -> None:
 
 
 def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
-    """Returns name -> path, in order; a path without a name takes the last part of it.
-
-    Raises:
-      UserError: For a name that no file can have, or one that two have.
+    """Returns name -> path, in order; a path without a name takes the last part of it; raises UserError for bad names.
 
     >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
     {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
@@ -94,11 +91,7 @@ def tokenizing_progress() -> Callable[..., None]:
 
 
 def load_config() -> Config:
-    """Returns the config of `--config`, with every `--config.x=` override applied at once.
-
-    Raises:
-      UserError: For a missing or broken file, an unknown field, a wrong value or an impossible combination.
-    """
+    """Returns the config of `--config`, with every `--config.x=` override applied at once."""
     path = flags.FLAGS["config"].value
     return replace_fields(_config_from_file(_found(Path(path))) if path else Config(), _overrides)
 
@@ -219,7 +212,6 @@ def guarded(call: Callable[[], Any]) -> Any:
 
 
 def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> list[str]:
-    """Returns the positional arguments; flags are kept by absl, overrides of the config here."""
     if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
         print(_help(about))
         sys.exit(0)

@@ -60,11 +60,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder.
-
-    Raises:
-      UserError: If there is none.
-    """
+    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder; else a UserError."""
     allowed = "a workdir, its checkpoints folder, or one step's folder"
     if not os.path.isdir(path):  # pathlib raises for names that are too long
         raise UserError(f"no such checkpoint: {path}", allowed=allowed, hint=nearest_path(path))
@@ -90,16 +86,12 @@ def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
 
 
 def read_config(step_folder: Path) -> Config:
-    """Returns the config that a checkpoint was trained with.
-
-    Raises:
-      UserError: If it is missing, damaged or of another version.
-    """
+    """Returns the config that a checkpoint was trained with; raises UserError if damaged or of another version."""
     return from_dict(Config, read_json_item(step_folder, "config"), f"the config in {step_folder}")
 
 
 def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
-    """Refuses other tokens than a checkpoint was trained on, as of the embedded corpus of another Python version."""
+    """Raises UserError for other tokens than a checkpoint was trained on, as the embedded ones of another Python."""
     saved = read_json_item(step_folder, "data")
     for name, value in provenance.items():
         if saved.get(name) != value:
@@ -120,7 +112,7 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
 
 
 def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns (path, shape, dtype) of every array of `params` or `opt_state`, without reading one."""
+    """Returns (path, shape, dtype) of every array of an item, without reading one; raises DamagedError without it."""
     leaves = jax.tree.leaves_with_path(_read_shapes(step_folder, item))
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
     return [(name, leaf.shape, str(leaf.dtype)) for name, (_, leaf) in zip(names, leaves, strict=True)]
@@ -159,10 +151,8 @@ def read_params(step_folder: Path) -> Any:
 def read_optimizer_state(step_folder: Path) -> Any:
     """Returns the optimizer state alone, as a nested dict of arrays on the first device of this process.
 
-    Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`.
-
-    Raises:
-      UserError: If it is missing or damaged.
+    Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`. It
+    raises a UserError if the state is missing or damaged.
     """
     return _read_item(step_folder, "opt_state", _read_shapes(step_folder, "opt_state"))
 

@@ -74,9 +74,6 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
 
     Without this the others would wait for a process that failed alone, or add up the gradients of one that trains with
     another config or on other data.
-
-    Raises:
-      UserError: Which processes failed in `prepare`, or differ from process 0 and in what; here, what `prepare` raised.
     """
     prepared = failure = None
     try:
@@ -163,7 +160,7 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
         in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
 
     Returns:
-      The folder of the programs; None if they are not kept, with a warning if the folder cannot be made.
+      The folder; None if nothing is kept, with a warning if it cannot be made.
     """
     settings, path = cast(Any, jax.config), None
     if folder or (folder is None and settings.jax_enable_compilation_cache):

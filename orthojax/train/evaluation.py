@@ -54,8 +54,8 @@ def validation_loss_nats(
 ) -> float:
     """Computes the mean next-token loss over all target positions of the evaluation set, in nats.
 
-    The parameters may be on a mesh. `after_batch` may raise; `model` has other linear layers than that of the config;
-    one compiled program serves all values of `interventions` of the same shapes.
+    `after_batch` may raise; `model` may have other linear layers than that of the config; one compiled program serves
+    all values of `interventions` of the same shapes.
     """
     model = Transformer(config.model) if model is None else model
     mesh = mesh_of(params)
@@ -96,7 +96,7 @@ def evaluate(
     """Measures all metrics of a trained model; `evaluation_stages` gives the number of parts.
 
     Args:
-      loaded: The model, from `load`; its parameters may be on a mesh.
+      loaded: The model; its parameters may be on a mesh.
       inputs: Its data.
       settings: Quantisations by name; `quant.SETTINGS` if not given, none for a model whose kernels are integers.
       quantize_head: Also evaluate every setting with the output head quantised, tied to the embeddings or not.
@@ -230,8 +230,6 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
       (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
       for the host; None between the probes.
 
-    Raises:
-      UserError: If there is no function `train.probe`; and what it raises.
     """
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)

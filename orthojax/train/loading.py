@@ -32,8 +32,7 @@ _PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained a
 def load(path: str | Path) -> LoadedModel:
     """Returns a model with its parameters on the first device: of a run, or one that others trained.
 
-    One trained with the fused attention of a platform, `cudnn` or `splash`, has `auto` in its place, so that it can be
-    read on any.
+    `auto` takes the place of the fused attention of one platform, `cudnn` or `splash`.
 
     Args:
       path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.pretrained.locate` finds: a
@@ -91,11 +90,7 @@ def _load_pretrained(path: Path, config: Config) -> LoadedModel:
 
 
 def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Returns the tokenizer of a model that is to read or write text.
-
-    Raises:
-      UserError: If it is not known; of a model that others trained with the reason.
-    """
+    """Returns the tokenizer of a model that is to read or write text; a UserError says why it is not known."""
     if loaded.tokenizer is not None:
         return loaded.tokenizer
     reason = "the tokenizer of this model is not known, so it cannot read text"

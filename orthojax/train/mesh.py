@@ -24,8 +24,7 @@ def make_mesh(config: Config) -> Mesh | None:
     """Makes the mesh of a run, of Auto axes; returns None for one device, which needs none.
 
     Raises:
-      UserError: For fewer devices than `config.mesh` needs, a batch that does not divide over it, or several processes
-        some of whose devices it would leave out.
+      UserError: For too few devices, a batch that does not divide over them, or devices of other processes left out.
     """
     count = jax.device_count()
     data, fsdp, tensor = sizes = config.mesh_sizes(count)

@@ -100,16 +100,12 @@ class MetricLog:
         self._clock = (before + time.monotonic() - began, step)
 
     def put(self, step: int, metrics: StepMetrics, probed: Probed | None = None) -> None:
-        """Takes the metrics of `step` and of the probe after it, on the device, and logs those of the step before.
-
-        Raises:
-          DivergedError: If the loss or the gradient of the step before is not finite.
-        """
+        """Takes the metrics of `step` and of the probe after it, on the device, and logs those of the step before."""
         self.flush()
         self._pending = (step, metrics, probed)
 
     def flush(self) -> None:
-        """Logs what is pending; raises as `put`."""
+        """Logs what is pending, and raises DivergedError if its loss or gradient is not finite."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -167,11 +163,7 @@ def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
     """Opens the mirrors that a config asks for; TensorBoard's events under `tensorboard/` begin anew.
 
     Weights & Biases has one run for each workdir, which a resumed run continues, and keeps what a resume drops from
-    metrics.jsonl. wandb's own environment says where it goes: WANDB_MODE=offline keeps it under the workdir,
-    WANDB_PROJECT names the project.
-
-    Raises:
-      UserError: Without the extra `tensorboard` or `wandb`.
+    metrics.jsonl. WANDB_MODE=offline keeps it under the workdir, WANDB_PROJECT names the project.
     """
     mirrors = []
     if config.train.tensorboard:
@@ -216,7 +208,7 @@ def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns all lines of a metrics file, [] if there is none; those that a kill or a bad disk corrupted are left out.
+    """Returns all lines of a metrics file but those that a kill or a bad disk corrupted; [] if there is none.
 
     Raises:
       UserError: If something else than a file is in its place.

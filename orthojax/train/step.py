@@ -197,7 +197,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     Given a task, the step draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
 
     Raises:
-      UserError: If the devices are too few for the mesh, or a batch does not divide over it.
+      UserError: As `make_mesh`.
     """
     train = config.train
     return _build(
@@ -224,7 +224,6 @@ def _build(
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
-
     if mesh is None:
         optimizer, shardings = make_optimizer(optim, schedule=schedule), None
     else:
