@@ -1,4 +1,4 @@
-"""What every implementation of attention must compute, in float64 NumPy, and stand-ins for cuDNN's two kernels."""
+"""The definition of attention in float64 NumPy, and stand-ins for cuDNN's two kernels."""
 
 import contextlib
 import math
@@ -23,14 +23,14 @@ def normal(*shape, seed=0, dtype=np.float64):
 
 
 def qkv(t, s, kv_heads=4, *, batch=2, heads=4, width=8, seed=0):
-    """Query, key and value in float64."""
+    """Draws query, key and value in float64."""
     rng = np.random.default_rng(seed)
     shapes = ((t, heads), (s, kv_heads), (s, kv_heads))
     return [rng.normal(size=(batch, length, n, width)) for length, n in shapes]
 
 
 def visible(shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=None, key_value_seq_lengths=None):
-    """Boolean [B, N, T, S], by comparing positions."""
+    """Returns a boolean mask [B, N, T, S], by comparing positions."""
     batch, _, t_length, s_length = shape
     t, s = np.ogrid[:t_length, :s_length]
     left, right = np.broadcast_to(10**6 if window is None else window, 2)
@@ -41,7 +41,7 @@ def visible(shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=N
 
 
 def weights(x, sees, normalizer):
-    """The definition of every normalizer, over the last axis of float64 logits; an array holds sinks [N]."""
+    """Computes every normalizer by its definition, over the last axis of float64 logits; an array holds sinks [N]."""
     if isinstance(normalizer, str) and normalizer == "relu":
         return np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
     if isinstance(normalizer, str) and normalizer == "gelu":
@@ -70,7 +70,7 @@ def weights(x, sees, normalizer):
 
 
 def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_window_size=None, **hides):
-    """Attention by its definition, [B, T, N, H] in float64."""
+    """Computes attention by its definition, [B, T, N, H] in float64."""
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, group, 2) for a in (k, v))
     x = np.einsum("BTNH,BSNH->BNTS", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
@@ -81,7 +81,7 @@ def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_win
 
 
 def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance, gradients=True, **options):
-    """Output and gradients of attend(q, k, v, [bias], normalizer=, **options): the definition and its slopes.
+    """Compares attend(q, k, v, [bias], normalizer=, **options) and its gradients with the definition and its slopes.
 
     Rows that the definition leaves empty are exact zeros, and so are the gradients of their queries. Arrays are float64
     NumPy, given to `attend` in the widest dtype that JAX has; the slope of sum(output * weights) is that along one
@@ -153,7 +153,7 @@ def _kernel_backward(query, key, value, bias, query_lengths, key_lengths, *rest,
     d, group = cotangent.astype(jnp.float32), query.shape[2] // key.shape[2]
 
     def surrogate(query, key, value, bias):
-        """Its gradients are those of the kernel: weights exp(x - lse), and dx = p (d.v - d.o)."""
+        """Has the gradients of the kernel: weights exp(x - lse), and dx = p (d.v - d.o)."""
         x = _logits(query, key, bias, query_lengths, key_lengths, parameters)
         p = jax.lax.stop_gradient(jnp.exp(x - lse[..., None]))
         value = jnp.repeat(value.astype(jnp.float32), group, 2)
@@ -178,7 +178,7 @@ _STAND_INS = {
 
 @contextlib.contextmanager
 def cudnn_stand_ins():
-    """Within it cuDNN's primitives run on CPU, as these formulas."""
+    """Runs cuDNN's primitives on CPU, as these formulas."""
     for primitive, rule in _STAND_INS.items():
         mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=True), platform="cpu")
     yield
@@ -187,10 +187,10 @@ def cudnn_stand_ins():
 
 
 def attend_by_cudnn(query, key, value, bias=None, mask=None, *, normalizer="softmax1", **options):
-    """cuDNN's attention in any dtype, past the refusal of float32."""
+    """Calls cuDNN's attention in any dtype, past the refusal of float32."""
     return cudnn.attend(prepare_inputs(query, key, value, bias, mask, normalizer=normalizer, **options))
 
 
 def attend_by_splash(query, key, value, **options):
-    """Splash's attention in interpret mode."""
+    """Calls splash's attention in interpret mode."""
     return splash.attend(prepare_inputs(query, key, value, **{"normalizer": "softmax1"} | options), interpret=True)

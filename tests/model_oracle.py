@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.model import Interventions, parameter_shapes
+from orthojax.model import Interventions, parameter_shapes, stack_layers
 from orthojax.ops.normalizers import ClippedSoftmax
 
 
 @cache
 def random_params(config):
-    """Every parameter random, biases, scales and sinks too; a parameter of one name is the same in every config."""
+    """Draws every parameter, biases, scales and sinks included; one name gives the same numbers in every config."""
     config = dataclasses.replace(config, scan_layers=False)
     tree = parameter_shapes(config)
 
@@ -26,6 +26,11 @@ def random_params(config):
         return jnp.asarray(0.5 * draw + ("scale" in name), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def stacked_params(config):
+    """Returns `random_params` in the layout of the config: stacked if its layers are scanned."""
+    return stack_layers(random_params(config)) if config.scan_layers else random_params(config)
 
 
 def _np_linear(x, p):
@@ -75,7 +80,7 @@ def _np_latent_query_key_value(config, x, p):
 
 
 def _np_attention(config, x, p, given, layer):
-    """One sequence [T, D] -> output [T, D] and what the taps show of it."""
+    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it."""
     T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
     visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
@@ -118,7 +123,7 @@ def _of_layer(array, layer):
 
 
 def _np_experts(config, x, p):
-    """Token by token and expert by expert: nothing but the chosen ones is computed."""
+    """Goes token by token and expert by expert, and computes the chosen ones only."""
     of, y = config.experts, np.zeros_like(x)
     kernels = {name: p["experts"][name]["kernel"] for name in ("gate", "input", "output")}
     by_expert = {name: np.split(k, of.num_experts, axis=0 if name == "output" else 1) for name, k in kernels.items()}
@@ -174,7 +179,7 @@ def _at(value, layer):
 
 
 def numpy_forward(config, params, tokens, given=None):
-    """Logits of one sequence [T, V], and the taps of every layer.
+    """Computes logits of one sequence [T, V], and the taps of every layer.
 
     `given` are its interventions, without axes of the batch: bias and forced weights [T, S] or [L, N, T, S],
     outputs [L, T, D].

@@ -60,7 +60,7 @@ def _mask(*shape, seed=3):
 
 
 def _ends(queries, keys):
-    """Sequence lengths of queries and keys."""
+    """Returns options with the lengths of queries and keys."""
     return {"query_seq_lengths": np.array(queries, np.int32), "key_value_seq_lengths": np.array(keys, np.int32)}
 
 
@@ -76,47 +76,28 @@ CASES = {
     "window": (10, 10, 4, {"local_window_size": (2, 1)}),
     "causal window, grouped": (10, 10, 2, {"local_window_size": 3, "is_causal": True}),
     "window beyond the keys": (11, 5, 4, {"local_window_size": (1, 0)}),
-    "window of all": (8, 8, 4, {"local_window_size": 30, "is_causal": True}),
-    "window and key lengths": (6, 6, 4, {"local_window_size": (1, 0), "key_value_seq_lengths": np.array([0, 5])}),
     "mask with an empty row": (8, 8, 2, {"mask": _mask(B, N, 8, 8), "is_causal": True,
                                          "bias": 0.3 * normal(1, N, 8, 8)}),
     "mask of keys, bias of keys": (10, 8, 4, {"mask": np.arange(8).reshape(1, 1, 1, 8) % 3 < 2,
                                               "bias": normal(1, N, 1, 8)}),
-    "mask of queries": (8, 8, 4, {"mask": _mask(1, 1, 8, 1), "is_causal": True, "bias": normal(B, 1, 8, 1)}),
     "bias of each, both lengths": (8, 8, 2, {"bias": normal(B, N, 8, 8), **_ends([4, 8], [8, 3])}),
     "lengths": (9, 9, 4, {**_ends([4, 9], [9, 0]), "is_causal": True}),
     "everything": (10, 8, 2, {"bias": normal(1, N, 10, 8), "mask": _mask(B, 1, 10, 8), "is_causal": True,
                               "local_window_size": (3, 2), **_ends([10, 5], [8, 4]), "scale": 1.3}),
 }  # fmt: skip
 # What one query sees matters to all normalizers alike; these differ in what they do with the other keys.
-KINDS = ["softmax", "softmax1", "relu"]
-EVERY_NORMALIZER = [("xla", "mask with an empty row"), ("xla", "everything"), ("xla_chunked", "everything")]
+KINDS = ["softmax", "softmax1", "relu"]  # they differ in the keys that a query does not see
+WITH_GRADIENTS = ("causal window, grouped", "everything")
+BY_CUDNN = [case for case in CASES if case not in ("window", "window beyond the keys", "everything")]
 SINKS = ["softmax", "softmax1", "softmax_n", 3.0, 0.0]
-WITH_GRADIENTS = {"causal window, grouped": [*KINDS, "sink"]}
-WITH_GRADIENTS |= {"everything": list(NORMALIZERS)}  # rows that see nothing among them
-NOT_BY_CUDNN = {"window", "window beyond the keys", "everything"}
-CUDNN = ["one query", "plain, one key head", "mask of queries"]
-CUDNN = [
-    pytest.param("cudnn", case, ["sink", *(SINKS if case == "causal" else [])], marks=[_slow] * (case in CUDNN))
-    for case in CASES
-    if case not in NOT_BY_CUDNN
-]
-# What "everything" has, too.
-CONTAINED = ["window of all", "window and key lengths", "lengths", "mask of queries"]
-XLA = [
-    pytest.param(of, case, list(NORMALIZERS) if (of, case) in EVERY_NORMALIZER else KINDS, marks=_slow)
-    for of in IMPLEMENTATIONS
-    for case in CASES
-    if (of, case) != ("xla_chunked", "everything")  # which is quick
-]
-# Every normalizer with everything, and every case with one of them.
-QUICK = {case: [KINDS[i % len(KINDS)]] for i, case in enumerate(CASES) if case not in CONTAINED}
-QUICK |= {"everything": list(NORMALIZERS)}
-QUICK = [pytest.param("xla_chunked", case, names, id=f"xla_chunked-{case}-quick") for case, names in QUICK.items()]
+QUICK = {case: [KINDS[i % 3]] for i, case in enumerate(CASES)} | {"everything": list(NORMALIZERS)}
+CONTRACT = [("xla_chunked", case, names) for case, names in QUICK.items()]
+CONTRACT += [("cudnn", case, ["sink", *(SINKS if case == "causal" else [])]) for case in BY_CUDNN]
+CONTRACT += [pytest.param(of, case, list(NORMALIZERS), marks=_slow) for of in IMPLEMENTATIONS for case in CASES]
 
 
-@pytest.mark.parametrize(("implementation", "case", "names"), [*XLA, *QUICK, *CUDNN])
-def test_output_and_gradients_are_the_definition_and_its_slopes(attend, implementation, case, names):
+@pytest.mark.parametrize(("implementation", "case", "names"), CONTRACT)
+def test_output_and_gradients_are_the_definition(attend, implementation, case, names):
     t, s, kv_heads, options = CASES[case]
     options, by_xla = dict(options), implementation in IMPLEMENTATIONS
     arrays = [*qkv(t, s, kv_heads), *([options.pop("bias")] if "bias" in options else [])]
@@ -124,7 +105,7 @@ def test_output_and_gradients_are_the_definition_and_its_slopes(attend, implemen
     tolerances = tolerances if by_xla else dict.fromkeys(tolerances, 1e-5)
     with jax.enable_x64(by_xla):
         for name in names:
-            gradients = not by_xla or name in WITH_GRADIENTS.get(case, ())
+            gradients = not by_xla or case in WITH_GRADIENTS
             normalizer = NORMALIZERS.get(name, name)
             output, _ = check_definition(attend, arrays, normalizer, gradients=gradients, **tolerances, **options)
             assert output.dtype == (jnp.float64 if by_xla else jnp.float32)
@@ -135,13 +116,12 @@ MASK = np.random.default_rng(1).random((B, N, T, S)) < 0.5
 MASK[..., 0] = True
 BIAS = normal(B, N, T, S, seed=2, dtype=np.float32)
 EVERYTHING = {"mask": jnp.asarray(MASK), "is_causal": True, **LENGTHS}
-JAX_NN = [pytest.param(T, S, h, EVERYTHING | {"scale": 1.3}, marks=[_slow] * (h != 2)) for h in (1, 2, N)]
-JAX_NN += [(T, S, 2, {"local_window_size": (1, 0), "is_causal": True}), pytest.param(T, S, 2, LENGTHS, marks=_slow)]
-JAX_NN += [(1, 9, 2, {}), (13, 13, 2, {"is_causal": True})]
+JAX_NN = [(T, S, 2, EVERYTHING | {"scale": 1.3}), (T, S, 2, {"local_window_size": (1, 0), "is_causal": True})]
+JAX_NN += [(1, 9, 2, {}), (13, 13, N, {"is_causal": True})]
 
 
 def _results(attend, *arrays):
-    """Output and gradients, compiled."""
+    """Returns output and gradients of the compiled function."""
 
     def both(*arrays):
         output, pullback = jax.vjp(attend, *arrays)
@@ -159,7 +139,7 @@ def test_softmax_is_jax_nn_dot_product_attention(t, s, kv_heads, options):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_softmax1_is_jax_nn_softmax_with_a_zero_key_and_value():
+def test_softmax1_is_softmax_with_a_zero_key():
     arrays = _arrays(s=T, kv_heads=2)
     mask = jnp.pad(jnp.tri(T, dtype=bool), ((0, 0), (0, 1)), constant_values=True)[None, None]
 
@@ -178,7 +158,7 @@ def test_softmax1_is_jax_nn_softmax_with_a_zero_key_and_value():
 @pytest.mark.parametrize(
     ("name", "dtype"), [("softmax1", jnp.float16), *((name, jnp.bfloat16) for name in NORMALIZERS)]
 )
-def test_half_precision_goes_in_and_out_and_logits_stay_float32(name, dtype):
+def test_logits_of_half_precision_are_float32(name, dtype):
     q, k, v = _arrays(kv_heads=2, dtype=dtype)
     got = dot_product_attention(q, k, v, normalizer=_normalizer(name), is_causal=True)
     assert got.dtype == dtype
@@ -189,7 +169,7 @@ def test_half_precision_goes_in_and_out_and_logits_stay_float32(name, dtype):
     assert np.abs(np.asarray(got, np.float64) - exact).max() < bound
 
 
-def test_chunks_do_not_round_keys_to_the_dtype_of_the_values():
+def test_chunks_do_not_round_keys_as_values():
     q, k, v = _arrays()
     q, k, v = q * 8, k * 8, v.astype(jnp.bfloat16)  # as after a norm of queries and keys
     plain, chunked = (dot_product_attention(q, k, v, is_causal=True, implementation=of) for of in IMPLEMENTATIONS)
@@ -197,14 +177,11 @@ def test_chunks_do_not_round_keys_to_the_dtype_of_the_values():
 
 
 DTYPES = {jnp.float32: "sink", jnp.bfloat16: "softmax1", jnp.float16: "softmax"}
-OTHERS_CONTAIN = [("xla", jnp.bfloat16), ("xla_chunked", jnp.float16), ("cudnn", jnp.float32)]
-EXTREMES = itertools.product([*IMPLEMENTATIONS, "cudnn"], DTYPES)
-EXTREMES = [pytest.param(*case, marks=[_slow] * (case in OTHERS_CONTAIN)) for case in EXTREMES]
-EXTREMES += [("splash", jnp.float32), pytest.param("splash", jnp.bfloat16, marks=_slow)]
+EXTREMES = [("xla", jnp.float32), ("xla_chunked", jnp.bfloat16), ("cudnn", jnp.float16), ("splash", jnp.float32)]
 
 
 @pytest.mark.parametrize(("implementation", "dtype"), EXTREMES)
-def test_scores_of_ten_thousand_give_the_definition_and_finite_gradients(attend, dtype):
+def test_scores_of_ten_thousand_are_exact_and_differentiable(attend, dtype):
     channel, normalizer = np.eye(H)[0], NORMALIZERS[DTYPES[dtype]]
     q = 100 * np.sign(normal(B, 6, N, 1)) * channel  # scores are -10,000, -7,500 .. 10,000:
     k = np.arange(-50, 100, 25).reshape(1, 6, 1, 1) * np.ones((B, 6, N, 1)) * channel  # one key takes it all or none
@@ -219,11 +196,8 @@ def test_scores_of_ten_thousand_give_the_definition_and_finite_gradients(attend,
 
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [
-        ("xla", jnp.float16), ("xla_chunked", jnp.float32), ("cudnn", jnp.bfloat16),
-        pytest.param("splash", jnp.float32, marks=_slow), pytest.param("splash", jnp.bfloat16, marks=_slow),
-    ],
-)  # fmt: skip
+    [("xla", jnp.float16), ("xla_chunked", jnp.float32), ("cudnn", jnp.bfloat16), ("splash", jnp.bfloat16)],
+)
 def test_large_negative_logits_attend_nowhere(attend, dtype):
     ones = jnp.ones((B, 6, N, H), dtype)
     results = _results(partial(attend, is_causal=True), -150 * ones, 60 * ones, ones)  # logits are -25,456
@@ -232,31 +206,18 @@ def test_large_negative_logits_attend_nowhere(attend, dtype):
 
 
 @pytest.mark.parametrize("implementation", ["xla_chunked"])
-def test_half_precision_gradients_of_many_chunks_are_summed_in_float32(attend):
+def test_gradients_of_chunks_are_summed_in_float32(attend):
     t = 600  # 200 chunks: a sum in bfloat16 would stop growing at 256 times its terms
     ones = jnp.ones((1, t, 1, 1), jnp.bfloat16)
     total = lambda v: jnp.sum(attend(ones, ones, v, normalizer=0.0).astype(jnp.float32))  # noqa: E731
     np.testing.assert_allclose(np.asarray(jax.jit(jax.grad(total))(ones), np.float64), 1.0, rtol=2.0**-7)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_of_learned_sinks_are_those_of_float64_for_any_sink(attend):
-    sinks = np.float32(np.arange(-30, 31, 5))
-    q, k, v = (np.abs(a) for a in qkv(6, 6, len(sinks), heads=len(sinks)))  # no sum below can cancel
-    x = np.einsum("BTNH,BSNH->BNTS", q, k) * H**-0.5
-    exp, exp_sink = np.exp(x) * np.tri(6), np.exp(np.float64(sinks))[:, None]
-    total = exp.sum(-1) + exp_sink
-    expected = -(exp_sink / total * np.einsum("BNTS,BSNH->BNT", exp / total[..., None], v)).sum((0, 2))
-    q, k, v = (jnp.asarray(a, jnp.float32) for a in (q, k, v))
-    loss = lambda sinks: jnp.sum(attend(q, k, v, normalizer=sinks, is_causal=True))  # noqa: E731
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(jnp.asarray(sinks)), expected, rtol=1e-5)
-
-
-# The parts, transformations, a mesh.
+# The parts, and a mesh.
 
 
 @pytest.mark.parametrize(("name", "kv_heads"), [("softmax1", N), *((name, 2) for name in NORMALIZERS)])
-def test_weights_times_values_are_the_output_to_the_bit(name, kv_heads):
+def test_weights_times_values_are_the_output(name, kv_heads):
     q, k, v = _arrays(kv_heads=kv_heads, dtype=jnp.bfloat16)
     hides = {"mask": jnp.asarray(MASK), "is_causal": True}
     options = {"bias": jnp.asarray(BIAS), "normalizer": _normalizer(name), "scale": 0.4}
@@ -270,16 +231,8 @@ def test_weights_times_values_are_the_output_to_the_bit(name, kv_heads):
     np.testing.assert_allclose(np.asarray(output, np.float64), exact, rtol=2.0**-7, atol=2.0**-7)
 
 
-def test_vmap_changes_nothing():
-    q, k, v = _arrays(kv_heads=2)
-    f = partial(dot_product_attention, normalizer=_normalizer("sink"), is_causal=True)
-    expected, mapped = f(q, k, v), jax.jit(jax.vmap(f))
-    np.testing.assert_allclose(mapped(q, k, v), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(mapped(q[:, None], k[:, None], v[:, None])[:, 0], expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("xla_chunked", marks=_slow)])
-def test_on_a_mesh_batch_and_heads_stay_where_they_are(implementation):
+def test_on_a_mesh_nothing_travels(implementation):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     where = jax.NamedSharding(mesh, jax.P("a", None, "b"))
     q, k, v = (jnp.tile(a, (4, 1, 1, 1)) for a in _arrays())
@@ -294,59 +247,31 @@ def test_on_a_mesh_batch_and_heads_stay_where_they_are(implementation):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_visible_keys_are_one_boolean_mask_or_none():
-    assert visible_keys(B, T, S) is None
-    for hides in ({"mask": MASK[:1, :1]}, *({name: length} for name, length in LENGTHS.items()), EVERYTHING):
-        got = visible_keys(B, T, S, **hides)
-        assert got.dtype == jnp.bool_
-        np.testing.assert_array_equal(np.broadcast_to(got, (B, N, T, S)), visible((B, N, T, S), **hides))
-
-
-@pytest.mark.parametrize("relaxed", [0, 1, 2, 5, 8])
-def test_relaxed_causal_mask_is_that_of_a_loop(relaxed):
-    mask = np.asarray(relaxed_causal_mask(6, relaxed))
-    assert mask.shape == (1, 1, 6, 6)
-    for t, s in np.ndindex(6, 6):
-        assert mask[0, 0, t, s] == (s <= t or (t < relaxed and s < relaxed))
-
-
-def test_a_part_of_the_relaxed_causal_mask_is_that_of_its_positions():
+@pytest.mark.parametrize(("relaxed", "window"), [(0, None), (1, None), (5, None), (8, None), (5, 3), (0, 2)])
+def test_relaxed_causal_mask_is_that_of_a_loop(relaxed, window):
+    mask = np.asarray(relaxed_causal_mask(7, relaxed, window))
+    assert mask.shape == (1, 1, 7, 7)
+    for t, s in np.ndindex(7, 7):
+        near = window is None or t - s < window
+        assert mask[0, 0, t, s] == (near and (s <= t or (t < relaxed and s < relaxed)))
     queries, keys = jnp.array([3, 1, 6]), jnp.array([6, 0, 3, 4])
-    for relaxed, window in ((0, None), (5, None), (5, 3), (0, 2)):
-        part = relaxed_causal_mask(queries, relaxed, window, keys=keys)
-        np.testing.assert_array_equal(part, relaxed_causal_mask(7, relaxed, window)[:, :, queries][..., keys])
+    part = relaxed_causal_mask(queries, relaxed, window, keys=keys)
+    np.testing.assert_array_equal(part, mask[:, :, queries][..., keys])
 
 
-# Memory of chunks.
+def test_memory_of_chunks_is_linear_in_the_length():
+    def temporary_bytes(t, implementation):
+        attend = partial(dot_product_attention, is_causal=True, implementation=implementation)
+        arrays = [jax.ShapeDtypeStruct((1, t, 8, 32), jnp.float32)] * 3
+        gradient = jax.jit(jax.grad(lambda *arrays: jnp.sum(attend(*arrays)), (0, 1, 2)))
+        return gradient.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
 
-
-def _temporary_bytes(f, *shapes):
-    arguments = [jax.ShapeDtypeStruct(shape, bool if len(shape) < 4 else jnp.float32) for shape in shapes]
-    inexact = [i for i, a in enumerate(arguments) if a.dtype != bool]
-    memory = jax.jit(jax.grad(lambda *a: jnp.sum(f(*a)), inexact)).lower(*arguments).compile().memory_analysis()
-    assert memory is not None
-    return memory.temp_size_in_bytes
-
-
-_WINDOW = {"is_causal": True, "local_window_size": 256}
-
-
-@pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=_slow), {"is_causal": True}, pytest.param(_WINDOW, marks=_slow)]
-)
-def test_memory_of_chunks_is_linear_in_the_length(options, monkeypatch):
-    monkeypatch.setitem(xla.CAUSAL_CHUNK_BYTES, "cpu", 2**23)  # at these lengths
-
-    def of(t, implementation):
-        attend = partial(dot_product_attention, implementation=implementation, **options)
-        return _temporary_bytes(attend, *[(1, t, 2, 32)] * 3)
-
-    chunked, full = [of(t, "xla_chunked") for t in (2048, 4096, 8192)], [of(t, "xla") for t in (2048, 4096)]
+    chunked = [temporary_bytes(t, "xla_chunked") for t in (2048, 4096, 8192)]
+    full = [temporary_bytes(t, "xla") for t in (2048, 4096)]
     assert full[1] > 3.5 * full[0]  # so that the measure itself can fail
     for shorter, longer in itertools.pairwise(chunked):
         assert longer < 2.5 * shorter
     assert chunked[1] < full[1] / 3
-    assert chunked[2] < 4 * full[1] / 8
 
 
 # What is refused.
@@ -361,26 +286,15 @@ def _zeros(shape, dtype=np.float32):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"query": _zeros((5, 8))}, "query"),
         ({"key": _zeros((2, 7, 2, 8, 1))}, "key"),
-        ({"value": _zeros((2, 6, 2, 8))}, "value"),
-        ({"query": _zeros((3, 5, 4, 8))}, "batch"),
         ({"query": _zeros((2, 5, 4, 6))}, "width"),
         ({"query": _zeros((2, 5, 3, 8))}, "heads"),
         ({"query": _zeros((2, 5, 4, 8), np.int32)}, "int32"),
         ({"bias": _zeros((2, 4, 5, 6))}, "bias"),
-        ({"bias": _zeros((1, 2, 4, 5, 7))}, "bias"),
-        ({"mask": _zeros((3, 1, 1, 7), bool)}, "mask"),
-        ({"mask": _zeros((1, 1, 5, 7))}, "mask must be boolean"),
-        ({"scale": "0.3"}, "scale"),
-        ({"scale": np.ones(3)}, "scale"),
+        ({"mask": _zeros((1, 1, 5, 7))}, "mask"),
         ({"implementation": "cuda"}, "'cuda'"),
-        ({"normalizer": "softmax2"}, "'softmax2'"),
-        ({"normalizer": jnp.zeros(3)}, "heads|head"),
-        ({"normalizer": -1.0}, "-1"),
         ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"),
-        ({"key_value_seq_lengths": jnp.array([1.0, 2.0])}, "key_value_seq_lengths"),
-        *(({"local_window_size": window}, "local_window_size") for window in (-1, (2, -1), (1, 2, 3), 1.5, "3")),
+        *(({"local_window_size": window}, "local_window_size") for window in (-1, (1, 2, 3), 1.5)),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(options, problem):
@@ -389,17 +303,8 @@ def test_arguments_that_do_not_fit_are_named(options, problem):
         dot_product_attention(**(arrays | options))
 
 
-def test_good_shapes_and_numpy_numbers_are_taken():
-    arrays = {name: jnp.asarray(normal(*shape), jnp.float32) for name, shape in GOOD.items()}
-    options = {"bias": _zeros((1, 4, 1, 7)), "mask": np.ones((2, 1, 5, 1), bool)}
-    np.testing.assert_array_equal(
-        dot_product_attention(**arrays, **options, local_window_size=np.int64(2), normalizer=np.float32(2.0)),
-        dot_product_attention(**arrays, **options, local_window_size=2, normalizer=2.0),
-    )
-
-
 @pytest.mark.parametrize(("nothing", "of"), [(0, "qkv"), (1, "q"), (3, "qkv"), (1, "kv"), (1, "qkv")])
-def test_no_sequences_queries_channels_or_keys_give_nothing(nothing, of):
+def test_empty_axes_give_nothing(nothing, of):
     arrays = [np.delete(a, np.s_[:], nothing) if name in of else a for name, a in zip("qkv", _arrays(), strict=True)]
     for implementation, name in itertools.product((*IMPLEMENTATIONS, None), ("softmax", "softmax1", "sink", "relu")):
         options = {"normalizer": _normalizer(name), "implementation": implementation, "is_causal": True}

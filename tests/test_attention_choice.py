@@ -1,7 +1,6 @@
 """The choice of an implementation, and `attention_fn` inside flax."""
 
 import functools
-import itertools
 import warnings
 
 import flax.linen as nn
@@ -21,7 +20,7 @@ Q, K, V = (jnp.asarray(a, jnp.float32) for a in qkv(8, 8, batch=1))
 
 
 def traced(length, **options):
-    """The program of attention over shapes alone, where nothing is computed."""
+    """Traces attention over shapes alone; nothing is computed."""
     q = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
     return str(jax.make_jaxpr(functools.partial(dot_product_attention, **options))(q, q, q))
 
@@ -38,9 +37,8 @@ def test_large_weights_are_computed_in_chunks(length, causal, in_chunks):
 @pytest.mark.parametrize(("platform", "kernel"), [("gpu", "cudnn"), ("tpu", "splash")])
 def test_none_falls_back_with_a_warning(platform, kernel):
     with jax.default_device(platform):
-        with pytest.warns(UserWarning, match=f"'{kernel}'.*'cpu'") as caught:
+        with pytest.warns(UserWarning, match=f"'{kernel}'.*'cpu'"):
             traced(128)
-        assert caught[0].filename.endswith("test_attention_choice.py") or "jax" in caught[0].filename
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             traced(1)  # a single query is left to XLA
@@ -48,7 +46,7 @@ def test_none_falls_back_with_a_warning(platform, kernel):
 
 
 @pytest.mark.parametrize("name", ["cudnn", "splash"])
-def test_a_kernel_by_name_on_a_cpu_is_refused(name):
+def test_a_kernel_named_on_a_cpu_is_refused(name):
     q = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
     attend = functools.partial(dot_product_attention, implementation=name, is_causal=True)
     assert jax.eval_shape(attend, q, q, q).shape == q.shape  # it may be lowered for another machine
@@ -63,10 +61,8 @@ def _exported(f, *shapes):
     return jax.export.export(jax.jit(f))(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).call
 
 
-@pytest.mark.parametrize(
-    ("implementation", "length"), [pytest.param(None, "8", marks=pytest.mark.slow), ("xla_chunked", "8"), (None, "t")]
-)
-def test_attention_is_exported_for_any_batch_and_called_as_it_is(monkeypatch, implementation, length):
+@pytest.mark.parametrize(("implementation", "length"), [("xla_chunked", "8"), (None, "t")])
+def test_exported_attention_is_called_with_any_batch(monkeypatch, implementation, length):
     monkeypatch.setitem(xla.CHUNK_BYTES, "cpu", 4 * 4 * 4 * 8)  # four queries of one sequence
     monkeypatch.setattr(xla, "FEWEST_QUERIES", 1)
 
@@ -89,25 +85,10 @@ def test_attention_is_exported_for_any_batch_and_called_as_it_is(monkeypatch, im
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_kernels_and_chunks_refuse_symbolic_lengths():
-    _exported(orthojax.attention_fn(implementation="xla"), *["b, 3, t, 4, 8"] * 3)
-    for implementation, problem in (("cudnn", "shapes"), ("xla_chunked", "lengths")):
-        attend = lambda *a, name=implementation: dot_product_attention(*a, implementation=name)  # noqa: E731
-        with pytest.raises(NotImplementedError, match=f"implementation='{implementation}': .*{problem}"):
-            _exported(attend, *["b, t, 4, 8"] * 3)
-
-
-QUICK = [(False, False), (True, True)]  # of what is kept, "dots" counts as False and "full" as True
-
-
 @pytest.mark.parametrize(
-    ("remat", "scan"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
-        for case in itertools.product([False, True, "dots", "full"], [False, True])
-    ],
+    ("remat", "scan"), [(False, False), ("full", True), pytest.param(True, True, marks=pytest.mark.slow)]
 )
-def test_a_model_on_cudnn_attends_once_forward_unless_it_keeps_nothing_and_once_backward_in_each_layer(remat, scan):
+def test_attention_is_recomputed_if_nothing_is_kept(remat, scan):
     config = gpt2(
         "tiny", d_model=32, d_mlp=32, num_heads=2, num_layers=2, vocab_size=16, max_length=64, dtype="bfloat16",
         normalizer="softmax1", attention_implementation="cudnn", scan_layers=scan, remat=remat,
@@ -134,7 +115,7 @@ HEADED = X.reshape(BATCH, LENGTH, HEADS, -1)
 
 @pytest.fixture
 def flax_promotes_ranks():
-    """Its layers add biases [heads, width] to [B, T, heads, width], which our own code may not do."""
+    """Lets flax add biases [heads, width] to [B, T, heads, width], as our own code may not."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -179,14 +160,7 @@ def test_flax_attends_by_the_definition(library, case):
 
 
 @pytest.mark.usefixtures("flax_promotes_ranks")
-@pytest.mark.parametrize("library", [linen, nnx_layer])
-def test_sowing_is_refused(library):
-    with pytest.raises(NotImplementedError, match="sown"):
-        library(orthojax.attention_fn(), sow_weights=True)
-
-
-@pytest.mark.usefixtures("flax_promotes_ranks")
-def test_nnx_may_say_causal_when_it_calls_and_cached_decoding_sees_all_that_is_cached():
+def test_nnx_says_causal_when_called_or_decoding():
     ours = nnx_layer(orthojax.attention_fn(), is_causal=True)[0]
     np.testing.assert_array_equal(ours, nnx_layer(orthojax.attention_fn(is_causal=True))[0])
     causal = nnx.MultiHeadAttention(
@@ -212,11 +186,11 @@ def test_more_batch_axes_are_one():
     [
         ({"dropout_rate": 0.1}, "dropout"),
         ({"precision": "highest"}, "precision"),
-        ({"module": object()}, "sown"),
+        ({"module": object()}, "sown"),  # of a flax layer that sows weights
         ({"qk_attn_weights_einsum": jnp.einsum}, "einsum"),
     ],
 )
-def test_what_it_would_ignore_is_refused(asked, problem):
+def test_ignored_arguments_of_flax_are_refused(asked, problem):
     with pytest.raises(NotImplementedError, match=problem):
         orthojax.attention_fn()(HEADED, HEADED, HEADED, **asked)
     inactive = {"dropout_rate": 0.1, "deterministic": True}
@@ -224,6 +198,6 @@ def test_what_it_would_ignore_is_refused(asked, problem):
 
 
 @pytest.mark.parametrize(("queries", "mask"), [(1, None), (3, None), (3, np.ones((1, 1, 3, LENGTH), bool))])
-def test_causal_attention_of_other_lengths_is_refused_but_for_one_query_with_a_mask(queries, mask):
-    with pytest.raises(ValueError, match=f"causal attention of {queries} queries to 7 keys"):
+def test_causal_attention_of_other_lengths_is_refused(queries, mask):
+    with pytest.raises(ValueError, match=f"{queries} queries to 7 keys"):
         orthojax.attention_fn(is_causal=True)(HEADED[:, :queries], HEADED, HEADED, mask=mask)

@@ -4,7 +4,6 @@ Its numbers are those of the contract in test_attention.py.
 """
 
 import re
-import types
 from functools import partial
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from attention_oracle import SINK as SINK64
 from attention_oracle import attend_by_cudnn as _attend
-from attention_oracle import check_definition, cudnn_stand_ins, normal, qkv
+from attention_oracle import cudnn_stand_ins, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
@@ -23,7 +22,6 @@ from orthojax.ops.attention import cudnn, dot_product_attention
 B, N, H = 2, 4, 8
 SINK = jnp.asarray(SINK64, jnp.float32)
 LENGTHS = {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([6, 3], np.int32)}
-TOLERANCES = {"rtol": 1e-5, "atol": 1e-5, "slope_tolerance": 1e-5}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,13 +41,13 @@ def _arrays(t=6, s=6, kv_heads=N, bias_shape=(1, 1, 1, 1), dtype=np.float32, see
 
 
 def results(attend, weights, *arrays):
-    """Output and gradients."""
+    """Returns output and gradients."""
     output, pullback = jax.vjp(attend, *arrays)
     return output, pullback(jnp.asarray(weights, output.dtype))
 
 
 def assert_near(found, expected, tolerance=1e-5):
-    """Largest differences relative to the largest number of each array, or to 1."""
+    """Bounds differences relative to the largest number of each array, or to 1."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
@@ -59,18 +57,15 @@ def assert_near(found, expected, tolerance=1e-5):
 
 MESHED = {
     "sink": {"normalizer": SINK},
-    "softmax1": {"normalizer": "softmax1", "kv_heads": 2},
     "one key head": {"normalizer": "softmax1", "kv_heads": 1},
     "lengths": {"normalizer": SINK, **LENGTHS},
-    "one length": {"normalizer": "softmax1", "key_value_seq_lengths": jnp.array([6, 3], jnp.int32)},
     "bias of each": {"normalizer": "softmax1", "bias_shape": (B, N, 6, 6)},
     "bias for all sequences": {"normalizer": SINK, "bias_shape": (1, N, 6, 6), "kv_heads": 2},
-    "bias for all": {"normalizer": "softmax", "bias_shape": (1, 1, 6, 6)},
 }
 
 
 def _meshed(case):
-    """Arrays and a function of them all, sink and bias included."""
+    """Returns a function and its arrays, sink and bias included."""
     options = dict(MESHED[case])
     has_bias = "bias_shape" in options
     arrays = _arrays(kv_heads=options.pop("kv_heads", N))[:3]
@@ -86,7 +81,7 @@ def _meshed(case):
 
 
 def _placed(mesh, arrays, kind):
-    """Rows cut over both axes. Bias and sink are whole where the compiler may choose, or else cut like their axes."""
+    """Cuts rows over both axes; bias and sink are whole if the compiler may choose, or else cut like their axes."""
     rows, bias = P("data", None, "tensor", None), arrays[3].shape
     keys, specs = rows if arrays[1].shape[2] > 1 else P("data"), [P(), P()]
     if kind == AxisType.Explicit:
@@ -106,7 +101,7 @@ QUICK = [("sink", AxisType.Auto), ("bias for all sequences", AxisType.Auto), ("o
         for kind in (AxisType.Auto, AxisType.Explicit)
     ],
 )
-def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
+def test_over_batch_and_heads_nothing_is_gathered(case, kind):
     attend, arrays = _meshed(case)
     weights = jnp.asarray(normal(*arrays[0].shape, seed=5), jnp.float32)
     both = jax.jit(partial(results, attend))
@@ -121,22 +116,19 @@ def test_over_a_mesh_of_batch_and_heads_nothing_is_gathered(case, kind):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    "spec", quick_and_slow([P("data", None, "tensor"), P(None, ("data", "tensor"))], {P(None, ("data", "tensor"))})
-)
-def test_a_cut_that_the_kernel_cannot_have_is_gathered(spec):
+def test_a_cut_unknown_to_the_kernel_is_gathered():
     arrays = _arrays(t=8, s=8, kv_heads=2)[:3]
     loss = lambda *arrays: jnp.sum(jnp.sin(_attend(*arrays, is_causal=True)))  # noqa: E731
     f = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    specs = (spec, P("data"), P("data"))
+    specs = (P("data", None, "tensor"), P("data"), P("data"))
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
     assert_near(f(*placed), f(*arrays))
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", quick_and_slow(["sink", "bias of each"], {"sink"}))
-def test_inside_shard_map_it_is_attention_of_the_parts(case):
+def test_inside_shard_map_parts_are_attended(case):
     attend, arrays = _meshed(case)
     weights = jnp.asarray(normal(*arrays[0].shape, seed=5), jnp.float32)
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -148,20 +140,6 @@ def test_inside_shard_map_it_is_attention_of_the_parts(case):
 
 
 # Precision and extremes.
-
-
-def naive(q, k, v, normalizer="softmax1", is_causal=False):
-    """The gate with plain differentiation."""
-    del normalizer
-    output, lse = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, return_residual=True)
-    return output * jax.nn.sigmoid(lse)[..., None]
-
-
-def test_the_gate_with_plain_differentiation_fails_the_check_of_gradients():
-    # The output and the value's gradient are right, so nobody would notice.
-    check_definition(naive, qkv(6, 6), "softmax1", **TOLERANCES, is_causal=True, gradients=False)
-    with pytest.raises(AssertionError):
-        check_definition(naive, qkv(6, 6), "softmax1", **(TOLERANCES | {"slope_tolerance": 0.01}), is_causal=True)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -183,9 +161,8 @@ def test_half_precision_is_near_the_definition(dtype):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", quick_and_slow([jnp.bfloat16, jnp.float16], {jnp.bfloat16}))
-def test_a_bias_beyond_what_the_dtype_may_add_leaves_all_to_the_sink(dtype):
-    ones = jnp.ones((B, 6, N, H), dtype)
+def test_a_bias_beyond_float16_leaves_all_to_sinks():
+    ones = jnp.ones((B, 6, N, H), jnp.float16)
     got = jax.jit(partial(results, _attend))(ones, ones, ones, ones, jnp.full((1, 1, 1, 6), -1e30))
     assert all((array == 0.0).all() for array in jax.tree.leaves(got))
 
@@ -196,11 +173,7 @@ def test_a_bias_beyond_what_the_dtype_may_add_leaves_all_to_the_sink(dtype):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("shared", "bias_batch"),
-    [
-        ("bias", 1),
-        ("lengths", B),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", B), ("query", B), ("bias", B), ("key", 1))),
-    ],
+    [("bias", 1), ("lengths", B), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", B), ("key", 1)))],
 )
 def test_vmap_is_a_loop(shared, bias_batch):
     each = [_arrays(t=4, s=4, bias_shape=(bias_batch, N, 4, 4), seed=i) for i in range(3)]
@@ -231,7 +204,7 @@ HALF = [jnp.asarray(a, jnp.bfloat16) for a in _arrays(kv_heads=2, bias_shape=(1,
 
 
 def _for_cuda(f, *arrays):
-    """The names of the kernels in what is lowered, and its text."""
+    """Lowers a program for CUDA; returns the names of its kernels and its text."""
     text = jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     return re.findall(r"__cudnn\$\w+", text), text
 
@@ -248,11 +221,11 @@ def test_one_kernel_forward_and_one_backward(normalizer):
     assert kernels == ["__cudnn$fmhaSoftmax"]
     kernels, _ = _for_cuda(jax.grad(f, (0, 1, 2)), *HALF[:3])
     assert kernels == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate where there is no sink
+    assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate without a sink
 
 
 @pytest.mark.parametrize(("wanted", "mask", "has_gradient"), [(0, False, False), (3, False, True), (0, True, False)])
-def test_the_kernel_makes_a_gradient_of_the_bias_only_where_one_is_wanted(wanted, mask, has_gradient):
+def test_the_bias_has_a_gradient_if_wanted(wanted, mask, has_gradient):
     def loss(q, k, v, bias):
         options = {"mask": jnp.ones((6, 6), bool)} if mask else {"bias": bias}
         return jnp.sum(_cudnn(q, k, v, **options).astype(jnp.float32))
@@ -273,28 +246,23 @@ def test_the_kernel_makes_a_gradient_of_the_bias_only_where_one_is_wanted(wanted
         ({"normalizer": "relu"}, "'relu'"),
         ({"scale": jnp.float32(0.5)}, "scale"),
         ({"dtype": jnp.float32}, "float32"),
-        ({"value_dtype": jnp.float16}, "bfloat16, float16"),
         ({"width": 12}, "12"),
-        ({"width": 264}, "264"),
         ({"length": 5, "mask": jnp.ones((5, 5), bool)}, "even"),
-        ({"length": 5, "bias": jnp.ones((5, 5))}, "even"),
         ({"local_window_size": 2}, "causal"),
-        ({"local_window_size": (2, 0), "mask": jnp.ones((6, 6), bool)}, "window"),
         ({"local_window_size": (2, 0), "keys": 4}, "keys"),
         ({"normalizer": 0.0, "mask": jnp.ones((6, 6), bool)}, "n = 0"),
-        ({"normalizer": 0, "key_value_seq_lengths": jnp.array([1, 2])}, "n = 0"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused_by_name(options, problem):
+def test_what_the_kernel_cannot_do_is_refused(options, problem):
     options = dict(options)
     dtype, width = options.pop("dtype", jnp.bfloat16), options.pop("width", 8)
-    value_dtype, length = options.pop("value_dtype", dtype), options.pop("length", 6)
-    q, v = jnp.zeros((B, length, N, width), dtype), jnp.zeros((B, options.pop("keys", length), N, width), value_dtype)
+    length = options.pop("length", 6)
+    q, v = jnp.zeros((B, length, N, width), dtype), jnp.zeros((B, options.pop("keys", length), N, width), dtype)
     with pytest.raises(NotImplementedError, match=problem):
-        dot_product_attention(q, v.astype(dtype), v, implementation="cudnn", **options)
+        dot_product_attention(q, v, v, implementation="cudnn", **options)
 
 
-def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
+def test_explicit_axes_unknown_to_the_kernel_are_refused():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     q, k = jnp.zeros((4, 8, 8, 8), jnp.bfloat16), jnp.zeros((4, 8, 2, 8), jnp.bfloat16)
     for spec, problem in ((P(None, "x"), "batch and heads"), (P(None, None, "x"), "key-value heads")):
@@ -303,22 +271,5 @@ def test_explicit_axes_that_the_kernel_cannot_be_cut_by_are_refused():
             dot_product_attention(placed, k, k, implementation="cudnn")
 
 
-# The probe: the kernel runs in this process, or it is said why not.
-
-
-def test_here_the_kernel_is_unavailable():
+def test_on_a_cpu_the_kernel_is_unavailable():
     assert "NVIDIA GPU" in cudnn.unavailable()
-    assert cudnn.widest_head() == 256
-
-
-@pytest.mark.parametrize(
-    ("version", "capability", "found", "widest"),
-    [("cuda 13000", "9.0", (9, 0), 256), ("cuda 12080", "8.6", (8, 6), 128), ("rocm 60200", "gfx942", None, 256)],
-)
-def test_a_gpu_is_known_by_its_platform(monkeypatch, version, capability, found, widest):
-    client = types.SimpleNamespace(platform_version=version)
-    device = types.SimpleNamespace(client=client, compute_capability=capability)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert cudnn.compute_capability() == found
-    assert cudnn.widest_head() == widest

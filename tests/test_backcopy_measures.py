@@ -1,21 +1,19 @@
 """Measures of Bigram-Backcopy models: recorded steps, the first token's residual stream, interventions, keys."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_oracle import random_params
-from tiny_run import assert_trees_close, drawn_params
+from tiny_run import drawn_params
 
 from orthojax.config import replace
-from orthojax.errors import UserError
-from orthojax.experiments.active_dormant import aligned, mechanism_probe, model_measures, recorded_steps
+from orthojax.data import BigramBackcopy
+from orthojax.experiments.active_dormant import measures, mechanism_probe
 from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.active_dormant.runs import backcopy
-from orthojax.model import Interventions, LoadedModel, Transformer, llama2, stack_layers
+from orthojax.model import Interventions, LoadedModel, Transformer
 from orthojax.train import evaluate, load, open_inputs, read_metrics, train
 from orthojax.train.mesh import place_whole
 from orthojax.train.step import build
@@ -75,25 +73,6 @@ def test_details_are_written_at_the_listed_steps(run):
         assert line["backcopy_excess_risk_nats"] > 0
 
 
-def test_growth_of_the_norm_adds_up_over_parameters(run):
-    _, inputs, params = run
-    last = 0
-    for step, arrays in probes(run).items():
-        assert arrays["since"] == last
-        parts = {name: x for name, x in arrays.items() if name.startswith("growth/")}
-        total = np.sum(list(parts.values()), axis=0)
-        if step == 0:
-            assert not np.any(total)
-            continue
-        norms = [np.linalg.norm(hidden(params[s], inputs.evaluation[:1, :-1])[:, 0], axis=-1) for s in (last, step)]
-        last = step
-        np.testing.assert_allclose(arrays["growth"], norms[1] - norms[0], atol=2e-5)
-        assert np.all(np.abs(total - arrays["growth"]) <= 0.01 * np.abs(arrays["growth"]) + 2e-5)
-        assert np.all(parts["growth/head/kernel"] == 0)  # which that stream does not read
-        assert np.all(parts["growth/layers_1/mlp/output/kernel"][0] == 0)
-        assert np.abs(parts["growth/layers_1/mlp/output/kernel"][1]) > 1e-4
-
-
 def test_first_residual_gradients_are_finite_differences(run):
     _, inputs, params = run
     model, rows = Transformer(CONFIG.model), jnp.asarray(inputs.evaluation[:4])
@@ -135,140 +114,45 @@ def test_directions_of_values_and_keys_are_their_definitions(run):
     assert np.all(np.isnan(directions[1]))
 
 
-@pytest.mark.slow
-def test_directions_through_latents_are_derivatives():
-    latent = llama2("tiny", vocab_size=11, max_length=16, d_model=8, num_layers=2, num_heads=2, d_mlp=12, norm="none",
-                    d_latent=7, d_value=3, rotary_fraction=0.5, mlp="none", scan_layers=False)  # fmt: skip
-    model, params, token = Transformer(latent), random_params(latent), jnp.int32(3)
-    share = jnp.array([[1.0], [0.0]])
-
-    def seen(residual, head=(1.0, 1.0)):
-        values = jnp.broadcast_to(residual, (2, 1, 1, 8))
-        given = Interventions(residual=values, residual_share=share, head_scale=jnp.stack([jnp.asarray(head)] * 2))
-        observe = lambda taps: (taps.residual, taps.keys, taps.attention_output)  # noqa: E731
-        return model.apply({"params": params}, token.reshape(1, 1), interventions=given, observe=observe)[1]
-
-    @jax.jit
-    def derivatives():
-        residual = model.apply({"params": params}, token.reshape(1, 1), observe=lambda taps: taps.residual)[1][0, 0, 0]
-        key = jax.grad(lambda r: 0.5 * jnp.sum(seen(r)[1][1, 0, 0] ** 2))(residual)
-        # One token sees itself alone: weights are 1, and a head writes its value.
-        written = [jax.jacobian(lambda r, h=h: seen(r, jnp.eye(2)[h])[2][1, 0, 0])(residual) for h in (0, 1)]
-        return key, jnp.stack(written)
-
-    key, written = derivatives()
-    np.testing.assert_allclose(mechanism_probe.key_directions(model, params, token)[0], key, rtol=1e-4, atol=1e-5)
-    weakest = np.linalg.eigh(np.einsum("hDC,hDE->CE", written, written))[1][:, :2]
-    np.testing.assert_allclose(mechanism_probe.weak_directions(model, params)[0], weakest @ weakest.T, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_scanned_layers_have_the_same_mechanism(run):
-    _, inputs, params = run
-    rows = jnp.asarray(inputs.evaluation[:4])
-    scanned = Transformer(dataclasses.replace(CONFIG.model, scan_layers=True))
-    plain = mechanism_probe.first_token_mechanism(Transformer(CONFIG.model), params[-1], rows)
-    found = mechanism_probe.first_token_mechanism(scanned, stack_layers(params[-1]), rows)
-    assert_trees_close(plain, found, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_probes(run, tmp_path):
-    folder, inputs, _ = run
-
-    class Stop(Exception):
-        pass
-
-    def stop(step, loss):
-        if step == 5:
-            raise Stop
-
-    with pytest.raises(Stop):
-        train(CONFIG, inputs, tmp_path, on_step=stop)
-    probe_file(tmp_path / "probes", 4).unlink()
-    train(CONFIG, inputs, tmp_path)
-    for step, arrays in probes(run).items():
-        found = dict(np.load(probe_file(tmp_path / "probes", step)))
-        if step == 4:  # the parameters of the probe before are gone, so that its own step is what grew
-            assert found["since"] == 3
-            arrays, found = (
-                {k: x for k, x in of.items() if k[:6] not in ("growth", "since")} for of in (arrays, found)
-            )
-        assert_trees_close(arrays, found, rtol=0, atol=0)
-    assert {s: of["sink_attention"] for s, of in lines_of(folder).items()} == {
-        s: of["sink_attention"] for s, of in lines_of(tmp_path).items()
-    }
-
-
-def test_details_that_make_no_sense_are_refused(run, tmp_path):
-    rows = np.arange(26, dtype=np.int32).reshape(2, 13)
-    same = np.ones((2, 13), np.int32)
-    for config, wrong in ((CONFIG, rows), (replace(CONFIG, {"mesh.data": 2}), same)):
-        with pytest.raises(UserError, match=r"train\.probe"):
-            mechanism_probe.mechanism_probe(config, wrong, tmp_path)
-
-
 def test_history_and_mechanism_are_read_from_the_probes(run):
     folder, inputs, _ = run
     arrays, lines = probes(run), lines_of(folder)
-    found = measured(recorded_steps.HISTORY, load(folder), inputs)
+    found = measured(measures.HISTORY, load(folder), inputs)
     norms = [lines[step]["residual_norm_first/layer_0"] for step in PROBED]
     assert found["residual_norm_first/layer_0/growth"] == pytest.approx(norms[-1] / norms[0])
     assert found["residual_norm_first/layer_0/largest"] == max(norms)
     risks = [lines[step]["bigram_excess_risk_nats"] for step in PROBED]
-    assert found["bigram_excess_risk_nats/half_step"] == recorded_steps.half_step(PROBED, risks)
-    found = recorded_steps.mechanism([arrays[step] for step in PROBED], since=1)
+    assert found["bigram_excess_risk_nats/half_step"] == measures.half_step(PROBED, risks)
+    found = measures.mechanism(list(arrays.values()), since=1)
     gradients = [arrays[step]["first_gradient"][0] for step in (1, 4)]
     cosine = gradients[0] @ gradients[1] / np.prod([np.linalg.norm(g) for g in gradients])
     assert found["gradient_final_cosine/layer_0"] == pytest.approx(cosine, rel=1e-4)
-    shares = [x for name, x in found.items() if name.startswith("growth_from/") and name.endswith("layer_1")]
-    assert sum(shares) == pytest.approx(1, abs=0.01)
-    of_tokens = sum(arrays[step]["growth/token_embedding/embedding"][1] for step in (1, 4))
-    seen = [lines[step]["residual_norm_first/layer_1"] for step in (0, 4)]
-    assert found["growth_from/token/layer_1"] == pytest.approx(of_tokens / (seen[1] - seen[0]), rel=0.01)
+    sizes, norms = ([np.linalg.norm(arrays[step][f"first_{name}"][0]) for step in (1, 4)]
+                    for name in ("gradient", "residual"))  # fmt: skip
+    slope = np.log(sizes[1] / sizes[0]) / np.log(norms[1] / norms[0])
+    assert found["gradient_decay/layer_0"] == pytest.approx(slope, rel=1e-3)
     assert "gradient_decay/layer_1" not in found  # nothing attends to the last block's output
-    resumed = [arrays[0], arrays[1], arrays[4] | {"since": np.array(3)}]
-    assert not any(name.startswith("growth_from") for name in recorded_steps.mechanism(resumed, since=1))
 
 
 def test_interventions_do_what_their_names_say(run):
     folder, inputs, _ = run
     loaded = load(folder)
-    found, plain = measured(model_measures.INTERVENTIONS, loaded, inputs), evaluate(loaded, inputs)
+    found, plain = measured(measures.INTERVENTIONS, loaded, inputs), evaluate(loaded, inputs)
     for name in ("backcopy_excess_risk_nats", "residual_norm_first/layer_1", "sink_logit_gap/layer_0"):
         assert found[f"none: {name}"] == pytest.approx(plain[name], rel=1e-4)
-    assert found["no_value_of_bos: value_norm_first/layer_1"] == 0
-    assert found["no_attention: sink_attention_rest"] != found["none: sink_attention_rest"]
-    # Without layer 0 the stream after it is the sum of the embeddings.
     first = int(inputs.evaluation[0, 0])
     tables = [loaded.params[f"{name}_embedding"]["embedding"][row] for name, row in (("token", first), ("position", 0))]
-    for name in ("no_layer_0", "no_layer_0_at_bos"):
-        expected = np.linalg.norm(sum(map(np.asarray, tables)))
-        assert found[f"{name}: residual_norm_first/layer_0"] == pytest.approx(expected, rel=1e-4)
-    assert found["no_layer_0_at_bos: residual_norm_rest/layer_0"] == found["none: residual_norm_rest/layer_0"]
-    for layer in range(2):
-        rest = {name: found[f"{name}: residual_norm_rest/layer_0"] for name in ("none", f"no_mlp_{layer}")}
-        assert (rest["none"] == rest[f"no_mlp_{layer}"]) == (layer == 1)
-
-
-def test_attention_of_one_layer_is_forced(run):
-    folder, inputs, _ = run
-    config = replace(CONFIG, {"model.num_layers": 1})
-    loaded = LoadedModel(Transformer(config.model), drawn_params(config.model), config, None, folder)
-    found = measured(model_measures.INTERVENTIONS, loaded, inputs)
-    for name, weight in {"clean_attention": 1, "all_on_bos": 1, "all_on_themselves": 0}.items():
-        assert found[f"{name}: sink_attention_rest"] == weight
-    copy, bigram = "backcopy_excess_risk_nats", "bigram_excess_risk_nats"
-    assert found[f"all_on_bos: {copy}"] != found[f"clean_attention: {copy}"]
-    # Non-triggers attend alike in both.
-    assert found[f"clean_attention: {bigram}"] == pytest.approx(found[f"all_on_bos: {bigram}"], rel=1e-5)
+    embedded, after = np.linalg.norm(sum(map(np.asarray, tables))), "residual_norm_first/layer"
+    assert found[f"no_layer_0: {after}_0"] == pytest.approx(embedded, rel=1e-4)
+    assert found[f"no_layer_0: {after}_1"] != pytest.approx(embedded, rel=1e-4)
+    assert len({found[f"{name}: {after}_1"] for name in ("none", "no_attention", "no_mlp")}) == 3
 
 
 def test_planted_triggers_are_told_from_weights(run):
     folder, inputs, _ = run
     task = inputs.task
     config = replace(CONFIG, {"model.num_layers": 1, "model.num_heads": 1, "model.norm": "none",
-                              "model.norm_bias": None, "model.position": "none"})  # fmt: skip
+                              "model.position": "none"})  # fmt: skip
     c = config.model
     params = jax.tree.map(np.zeros_like, drawn_params(c))
     table, attention = np.zeros((c.vocab_size, c.d_model), np.float32), params["layers_0"]["attention"]
@@ -277,58 +161,49 @@ def test_planted_triggers_are_told_from_weights(run):
     attention["query"]["kernel"][0, 1], attention["query"]["kernel"][2, 1] = 80, -80
     attention["key"]["kernel"][1, 1] = 1
     loaded = LoadedModel(Transformer(c), params, config, None, folder)
-    found = measured(model_measures.WITHOUT_TRIGGERS, loaded, inputs)
+    found = measured(measures.WITHOUT_TRIGGERS, loaded, inputs)
     assert found["triggers_found/layer_0"] == 1
     assert found["others_called_triggers/layer_0"] == 0
     assert found["dormant_sink/layer_0"] > 0.99
 
 
 def test_key_mass_is_counted_by_hand():
-    rng = np.random.default_rng(0)
-    B, N, T, V = 3, 2, 20, 5
-    trigger = np.array([False, True, False, False, True])
-    tokens = rng.integers(0, V, (B, T))
+    task, rng = BigramBackcopy.from_text("the cat sat on the mat", 2, delimiter_position=15), np.random.default_rng(0)
+    B, N, T, V = 3, 2, 20, task.vocab_size
+    trigger, delimiter = np.isin(np.arange(V), task.triggers), task.delimiter_id
+    tokens = rng.integers(0, V - 2, (B, T))
+    tokens[:, 15] = delimiter
+    is_trigger = trigger[tokens] & (np.arange(T) < 14)  # from the one before the delimiter on none acts
     weights = np.tril(rng.random((B, N, T, T)))
     weights += 2.0 * np.tril(tokens[:, None, None, :] == 2)
     weights /= weights.sum(-1, keepdims=True)
     norms = rng.random((B, N, T))
-    late = [[(b, t) for b in range(B) for t in range(10, T) if trigger[tokens[b, t]] == kind] for kind in (0, 1)]
-    # Mass by token of a query, and what equal weights would give.
     mass = lambda b, t: np.bincount(tokens[b], weights[b, :, t].mean(0), V)  # noqa: E731
     equal = lambda b, t: np.bincount(tokens[b, : t + 1], minlength=V) / (t + 1)  # noqa: E731
-    token, even, active = (np.mean([of(*at) for at in late[k]], axis=0) for of, k in ((mass, 0), (equal, 0), (mass, 1)))
-    on_first = [np.mean([weights[b, :, t, 0].mean() for b, t in queries]) for queries in late]
+    first = lambda b, t: weights[b, :, t, 0].mean()  # noqa: E731
+
+    def mean(of, queries):
+        return np.mean([of(b, t) for b in range(B) for t in range(10, T) if queries[b, t]], axis=0)
+
+    token, even, active = mean(mass, ~is_trigger), mean(equal, ~is_trigger), mean(mass, is_trigger)
+    most = np.argmax(token - even)
     expected = {
-        "first_key": on_first[0], "largest_token": token[2], "largest_token_equal": even[2],
-        "token_value_ratio": norms.mean(1)[tokens == 2].mean() / norms.mean(), "trigger_keys": token[trigger].sum(),
-        "active_trigger_keys": active[trigger].sum(), "active_first_key": on_first[1],
-        "delimiter_key": token[3], "delimiter_key_triggers": active[3],
+        "first_key": mean(first, ~is_trigger), "largest_token": token[most], "largest_token_equal": even[most],
+        "token_value_ratio": norms.mean(1)[tokens == most].mean() / norms.mean(), "trigger_keys": token[trigger].sum(),
+        "active_trigger_keys": active[trigger].sum(), "active_first_key": mean(first, is_trigger),
+        "delimiter_key": token[delimiter], "delimiter_key_triggers": mean(mass, trigger[tokens])[delimiter],
     }  # fmt: skip
-    arrays = (jnp.asarray(a) for a in (weights, norms, tokens, trigger, trigger[tokens]))
-    found = model_measures.key_mass(*arrays, delimiter=3)
+    found = measures.key_mass(jnp.asarray(weights), jnp.asarray(norms), jnp.asarray(tokens), task)
     assert set(found) == set(expected)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
 
 
-def test_aligned_metrics_of_planted_layers():
-    """A sink in block 2, drained there; the MLP of block 1 makes the peak."""
-    seen = {
-        "first_weight": np.array([[0.1, 0.3], [0.9, 0.7]]),
-        "gap": np.array([[0.0, 0.0], [5.0, 7.0]]),
-        "values": np.array([[4.0, 4.0], [1.0, 8.0]]),
-        "residuals": np.array([[30.0, 10.0], [20.0, 10.0]]),
-        "first_norms": np.array([[10.0, 14.0, 30.0], [30.0, 28.0, 20.0]]),
-    }
-    expected = {"sink_layer": 1, "first_weight": 0.8, "gap": 6, "drain": 0.125, "peak": 3, "made_by": 1}
-    assert aligned.summarize(seen) == pytest.approx(expected | {"made_by_mlp": 0.8})
-
-
 def test_aligned_metrics_are_those_of_the_taps(run):
     folder, inputs, _ = run
     loaded = load(folder)
-    found = measured(aligned.ALIGNED_MEASURE, loaded, inputs)
-    tokens = inputs.evaluation[: aligned.ROWS, :-1]
+    found = measured(measures.ALIGNED_MEASURE, loaded, inputs)
+    tokens = inputs.evaluation[: measures.ALIGNED_ROWS, :-1]
     apply = jax.jit(functools.partial(loaded.model.apply, observe=lambda taps: taps._asdict()))
     taps = apply({"params": loaded.params}, tokens)[1]
     weights, logits = (
@@ -342,4 +217,12 @@ def test_aligned_metrics_are_those_of_the_taps(run):
     assert found["gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
     norms = np.linalg.norm(np.asarray(taps["residual"], float), axis=-1)
     assert found["peak"] == pytest.approx((norms[:, :, 0].mean(1) / norms[:, :, 1:].mean(axis=(1, 2))).max(), rel=1e-4)
+    values = np.asarray(taps["value_norms"], float)  # [L, B, N, T]
+    drains = values[..., 0].mean((1, 2)) / values[..., 1:].mean((1, 2, 3))
+    assert found["drain"] == pytest.approx(drains.min(), rel=1e-4)
+    before, between, after = (np.linalg.norm(np.asarray(taps[name], float)[:, :, 0], axis=-1).mean(1)
+                              for name in ("residual_before", "post_attention", "residual"))  # fmt: skip
+    made = int(np.argmax(after - before))
+    assert found["made_by"] == made + 1
+    assert found["made_by_mlp"] == pytest.approx(((after - between) / (after - before))[made], rel=1e-3)
     assert 0 < found["spread_first"] < 10

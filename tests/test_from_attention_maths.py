@@ -16,26 +16,13 @@ from orthojax import analysis
 from orthojax.config import Config, EvalConfig, OptimConfig, RotationConfig, replace
 from orthojax.errors import UserError
 from orthojax.experiments.base import cured
-from orthojax.experiments.from_attention import (
-    appendices,
-    bases,
-    basis_training,
-    channels,
-    largest_channels,
-    output_weights,
-    relaxed_mask,
-    spiked_vector,
-)
-from orthojax.experiments.from_attention.equivariance import layer_deviations
-from orthojax.experiments.from_attention.first_keys import FIRST_KEYS
-from orthojax.experiments.from_attention.output_weights import output_bases, output_kernels
-from orthojax.experiments.from_attention.stability import stability, window_of
+from orthojax.experiments.from_attention import appendices, channels, measures, rotations
 from orthojax.model import LoadedModel
 from orthojax.optim import rotate
 from orthojax.train import init_state, load, make_rotation, read_optimizer_state, train
 from orthojax.train.evaluation import validation_loss_nats
 
-TRIALS = {trial.name: trial for trial in basis_training.trials()}
+TRIALS = {trial.name: trial for trial in rotations.trials()}
 INDEPENDENT = {"sgd_plain", "sgd", "muon", "orthoadam_follows"}
 
 
@@ -60,7 +47,7 @@ def test_kurtosis_of_a_rotated_spike_is_that_of_moments(alpha):
     directions = np.random.default_rng(0).standard_normal((3, 24))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     expected = [kurtosis_by_quadrature(alpha, q) for q in directions]
-    np.testing.assert_allclose(spiked_vector.mixture_kurtosis(alpha, directions), expected, rtol=1e-12)
+    np.testing.assert_allclose(rotations.mixture_kurtosis(alpha, directions), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("alpha", "size"), [(4, 4), (10, 64), (1856, 512), (768, 768)])
@@ -70,39 +57,39 @@ def test_g3_is_exact_once_its_slip_is_corrected(alpha, size):
     fourth = (at_i**4 + 6 * at_i**2 + 3) / d + (d - 1) / d * (3 + 6 * elsewhere**2 + elsewhere**4)
     exact = fourth / (a**2 / d * (1 - 1 / d) + 1) ** 2
     slip = 6 * a**2 * (1 / d**2 - 1 / d**3) / (a**2 / d * (1 - 1 / d) + 1) ** 2
-    assert spiked_vector.spike_kurtosis(alpha, size) == pytest.approx(float(exact), rel=1e-12)
-    assert spiked_vector.spike_kurtosis(alpha, size, as_printed=True) == pytest.approx(float(exact + slip), rel=1e-12)
+    assert rotations.spike_kurtosis(alpha, size) == pytest.approx(float(exact), rel=1e-12)
+    assert rotations.spike_kurtosis(alpha, size, as_printed=True) == pytest.approx(float(exact + slip), rel=1e-12)
     if alpha == size:
-        assert spiked_vector.simplified_kurtosis(size) == pytest.approx(float(exact), rel=1e-12)
+        assert rotations.simplified_kurtosis(size) == pytest.approx(float(exact), rel=1e-12)
 
 
 # Appendix H: its largest entry.
 
 
 def test_mean_maximum_is_that_of_known_cases():
-    assert spiked_vector.mean_max_abs(np.zeros(2)) == pytest.approx(2 / math.sqrt(math.pi), rel=1e-8)
+    assert rotations.mean_max_abs(np.zeros(2)) == pytest.approx(2 / math.sqrt(math.pi), rel=1e-8)
     for mu in (0.3, 2.0, 5000.0):  # a folded normal
         below = 0.5 * math.erfc(mu / math.sqrt(2))
         folded = math.sqrt(2 / math.pi) * math.exp(-(mu**2) / 2) + mu * (1 - 2 * below)
-        assert spiked_vector.mean_max_abs(np.array([-mu])) == pytest.approx(folded, rel=1e-8)
-        assert spiked_vector.mean_max_abs(np.array([mu]), 2) == pytest.approx(1 + mu**2, rel=1e-8)
+        assert rotations.mean_max_abs(np.array([-mu])) == pytest.approx(folded, rel=1e-8)
+        assert rotations.mean_max_abs(np.array([mu]), 2) == pytest.approx(1 + mu**2, rel=1e-8)
     shifts = np.linspace(0, 3, 50)
     draws = np.abs(np.random.default_rng(0).standard_normal((20_000, 50)) + shifts).max(1)
-    assert abs(spiked_vector.mean_max_abs(shifts) - draws.mean()) < 4 * draws.std() / math.sqrt(len(draws))
+    assert abs(rotations.mean_max_abs(shifts) - draws.mean()) < 4 * draws.std() / math.sqrt(len(draws))
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("rotation", ["aligned", "hadamard", "haar"])
 def test_a_rotation_is_orthogonal_and_spreads_the_spike(rotation):
-    x, spikes = spiked_vector.spiked_vectors(50.0, 16, 32, seed=1)
-    y = spiked_vector.rotate(x, spikes, rotation, seed=3)
+    x, spikes = rotations.spiked_vectors(50.0, 16, 32, seed=1)
+    y = rotations.rotate(x, spikes, rotation, seed=3)
     np.testing.assert_allclose(np.linalg.norm(y, axis=1), np.linalg.norm(x, axis=1), rtol=1e-12)
-    columns = spiked_vector.rotate(np.eye(16)[spikes], spikes, rotation, seed=3)
+    columns = rotations.rotate(np.eye(16)[spikes], spikes, rotation, seed=3)
     if rotation == "haar":  # no entry of a random matrix is like another
         assert len(np.unique(np.abs(columns).round(12))) > 16
     else:
         np.testing.assert_allclose(columns if rotation == "aligned" else np.abs(columns), 0.25, rtol=1e-12)
-    noise = spiked_vector.rotate(x - 50.0 * np.eye(16)[spikes], spikes, rotation, seed=3)
+    noise = rotations.rotate(x - 50.0 * np.eye(16)[spikes], spikes, rotation, seed=3)
     np.testing.assert_allclose(y, 50.0 * columns + noise, atol=1e-12)
 
 
@@ -130,7 +117,7 @@ def test_steps_of_the_derivation_stand_in_their_order():
 
 
 def adam_by_hand(seed, frame, b1=0.9, b2=0.999, eps=1e-8, learning_rate=5e-3):
-    start, readout, batches, targets = basis_training.task(seed)
+    start, readout, batches, targets = rotations.task(seed)
     kernel, mu, nu, path = start @ frame.T, 0.0, 0.0, []
     for t, (x, y) in enumerate(zip(batches, targets, strict=True), 1):
         hidden = np.tanh(x @ kernel @ frame)
@@ -144,9 +131,9 @@ def adam_by_hand(seed, frame, b1=0.9, b2=0.999, eps=1e-8, learning_rate=5e-3):
 
 @pytest.mark.usefixtures("x64")
 def test_adam_leaves_its_path_as_adam_by_hand():
-    found = basis_training.deviations(TRIALS["adam"], seed=2)
-    identity, *others = basis_training.frames(2)
-    plain, start = adam_by_hand(2, identity), basis_training.task(2)[0]
+    found = rotations.deviations(TRIALS["adam"], seed=2)
+    identity, *others = rotations.frames(2)
+    plain, start = adam_by_hand(2, identity), rotations.task(2)[0]
     for frame, deviation in zip(others, found, strict=True):
         gap = np.linalg.norm(adam_by_hand(2, frame) - plain, axis=(1, 2))
         np.testing.assert_allclose(deviation, gap / np.linalg.norm(plain - start, axis=(1, 2)), rtol=1e-5, atol=1e-9)
@@ -157,7 +144,7 @@ def test_adam_leaves_its_path_as_adam_by_hand():
     "name", [name if "sgd" in name else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
 )
 def test_some_optimizers_take_one_path_in_every_basis(name):
-    haar, permuted = basis_training.deviations(TRIALS[name], seed=0)
+    haar, permuted = rotations.deviations(TRIALS[name], seed=0)
     assert (haar.max() < 1e-10) == (name in INDEPENDENT)
     assert haar.max() < 1e-10 or haar.max() > 0.1
     # Only an optimizer with a basis of its own sees a signed permutation.
@@ -166,7 +153,7 @@ def test_some_optimizers_take_one_path_in_every_basis(name):
 
 @pytest.mark.usefixtures("x64")
 def test_some_layers_commute_with_a_rotation():
-    found = layer_deviations(seed=0)
+    found = rotations.layer_deviations(seed=0)
     assert {name for name, (fixed, _) in found.items() if fixed < 1e-12} == {"rmsnorm_single", "rmsnorm_equal"}
     along = {name for name, (_, along) in found.items() if along < 1e-12}
     assert along == {"rmsnorm_single", "linear", "affine", "bias"}
@@ -209,7 +196,7 @@ def planted(hidden, params=None):
 def test_overlaps_of_a_model_are_those_of_sets():
     hidden = np.random.default_rng(2).normal(size=(5, 2, 6, 64)).astype(np.float32)
     hidden[:, :1, :, 3] += 2.0  # in half of the layers
-    metrics = largest_channels.channel_overlap(*planted(hidden))
+    metrics = channels.channel_overlap(*planted(hidden))
     mean = np.abs(hidden.astype(np.float64)).mean(axis=2)  # [B, layers, D]
     for name, k in (("largest_channels", 2), ("largest_channel", 1)):
         sets = [[largest(mean[b, layer], k) for layer in range(2)] for b in range(5)]
@@ -237,7 +224,7 @@ def test_the_largest_channel_is_ranked_among_output_weights():
         f"layers_{i}": {part: {"output": {"kernel": of[j]}} for j, part in enumerate(parts)}
         for i, of in enumerate(kernels)
     }
-    found = largest_channels.ranks_of_largest_channel(*planted(hidden, params))
+    found = channels.ranks_of_largest_channel(*planted(hidden, params))
     assert found["mlp_output"].tolist() == [0, 3]
     assert min(found["attention_output"]) >= D - 2
 
@@ -247,12 +234,12 @@ def test_the_largest_channel_is_ranked_among_output_weights():
 
 def test_jumps_and_rises_are_counted_after_warm_up():
     steps, losses = np.arange(20, 520, 20), np.linspace(6.0, 4.0, 25)
-    assert window_of(25) == 3
+    assert measures.window_of(25) == 3
 
     def found(warmup_steps):
         log = [{"step": int(step), "loss_nats": loss} for step, loss in zip(steps, losses, strict=True)]
         held_out = [{"step": 125 * (i + 1), "validation_loss_nats": x} for i, x in enumerate((5.0, 4.5, 4.53, 4.2))]
-        return stability([*log, *held_out], warmup_steps)
+        return measures.stability([*log, *held_out], warmup_steps)
 
     assert found(100)["loss_spikes"] == 0
     assert found(100)["loss_jump_nats"] < 0
@@ -263,7 +250,7 @@ def test_jumps_and_rises_are_counted_after_warm_up():
     losses[10] += 0.1
     assert found(300)["loss_spikes"] == 0  # step 220 is before
     assert found(100)["validation_rise_nats"] == pytest.approx(0.03)
-    assert stability([], 100) == {"loss_spikes": 0.0}
+    assert measures.stability([], 100) == {"loss_spikes": 0.0}
 
 
 # Figure 2: the first keys.
@@ -278,9 +265,9 @@ def test_mass_and_fraction_by_key_are_those_of_loops():
         row = weights[b, n, t]
         mass[b, n, j] += row[j] / 4
         fraction[b, n, j] += (row[j] > 0 and all(row[j] > row[i] for i in range(7) if i != j)) / 4
-    np.testing.assert_allclose(relaxed_mask.attention_mass_by_key(weights, 4, 2), mass, rtol=1e-5)
-    np.testing.assert_allclose(relaxed_mask.attention_fraction_by_key(weights, 4, 2), fraction, rtol=1e-5)
-    of_all = jnp.mean(relaxed_mask.attention_fraction_by_key(weights, 1, 0))
+    np.testing.assert_allclose(measures.attention_mass_by_key(weights, 4, 2), mass, rtol=1e-5)
+    np.testing.assert_allclose(measures.attention_fraction_by_key(weights, 4, 2), fraction, rtol=1e-5)
+    of_all = jnp.mean(measures.attention_fraction_by_key(weights, 1, 0))
     np.testing.assert_allclose(of_all, analysis.first_attention_fraction(weights), rtol=1e-6)
 
 
@@ -292,7 +279,7 @@ def test_the_test_of_uniformity_counts_every_sequence(draws, categories):
     every = [statistic(sequence) for sequence in itertools.product(range(categories), repeat=draws)]
     for sequence in ([0] * draws, [i % categories for i in range(draws)]):
         expected = np.mean([square >= statistic(sequence) for square in every])
-        found = relaxed_mask.uniformity_p_value([sequence.count(i) for i in range(categories)])
+        found = measures.uniformity_p_value([sequence.count(i) for i in range(categories)])
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -301,7 +288,7 @@ def test_first_keys_are_those_of_all_sequences_heads_and_layers():
     config = replace(TINY, changes | {"model.normalizer": "softmax", "data.sequence_length": 16})
     rows = np.random.default_rng(1).integers(0, 32, (5, 17), dtype=np.int32)
     model, data = loaded(config, drawn_params(config.model, 0.5)), inputs()._replace(evaluation=rows)
-    found = FIRST_KEYS.measure(model, data, lambda part: None)
+    found = measures.FIRST_KEYS.measure(model, data, lambda part: None)
     weights = model.model.apply({"params": model.params}, rows[:, :-1], observe=lambda taps: taps.attention_weights)[1]
     weights = np.asarray(weights, np.float64)  # [layers, B, N, T, S]
     mass = weights[..., 10:, :10].mean((1, 3))
@@ -349,16 +336,16 @@ def run(kind="hadamard", axes="output", scope="layer", optimizer="orthoadam", **
 )
 def test_bases_are_those_that_the_optimizer_applies(kind, axes, scope, part, scan):
     config = run(kind, axes, scope)
-    Q = output_bases(config, part)
+    Q = channels.output_bases(config, part)
     np.testing.assert_allclose(np.einsum("LDE,LFE->LDF", Q, Q), np.stack([np.eye(24)] * 2), atol=1e-5)
     width = 40 if part == "mlp_output" else 24
     kernels = np.random.default_rng(0).normal(size=(2, width, 24)).astype(np.float32)
     name, inner = part.split("_")
     layers = [{name: {inner: {"kernel": kernel}}} for kernel in (kernels if not scan else [kernels])]
     tree = {"layers": layers[0]} if scan else {f"layers_{i}": layer for i, layer in enumerate(layers)}
-    np.testing.assert_array_equal(output_kernels(tree, part), kernels)
+    np.testing.assert_array_equal(channels.output_kernels(tree, part), kernels)
     rotation = rotate(make_rotation(config.optim.rotation))
-    rotated = output_kernels(rotation.update(tree, rotation.init(tree))[0], part)
+    rotated = channels.output_kernels(rotation.update(tree, rotation.init(tree))[0], part)
     wanted = kernels @ Q.swapaxes(1, 2)
     if axes == "both":  # a rotation of the inputs leaves W^T W as it is
         rotated, wanted = (x.swapaxes(1, 2) @ x for x in (rotated, wanted))
@@ -369,7 +356,7 @@ def test_bases_are_those_that_the_optimizer_applies(kind, axes, scope, part, sca
 @pytest.mark.parametrize("change", [{"axes": "input"}, {"axes": "none"}, {"optimizer": "adam"}, {"kind": "identity"}])
 def test_a_run_without_such_a_basis_is_refused(change):
     with pytest.raises(UserError, match="mlp/output"):
-        output_bases(run(**change), "mlp_output")
+        channels.output_bases(run(**change), "mlp_output")
 
 
 @pytest.mark.slow
@@ -379,13 +366,13 @@ def test_moments_of_a_run_are_compared_in_their_own_basis(tmp_path):
     )
     train(config, inputs(), tmp_path)
     model = load(tmp_path)
-    kept = output_weights.OUTPUT_WEIGHTS.measure(model, inputs(), lambda part: None).arrays
-    nu = output_weights.second_moments(read_optimizer_state(model.source))["layers_0"]["mlp"]["output"]["kernel"]
+    kept = channels.OUTPUT_WEIGHTS.measure(model, inputs(), lambda part: None).arrays
+    nu = channels.second_moments(read_optimizer_state(model.source))["layers_0"]["mlp"]["output"]["kernel"]
     np.testing.assert_allclose(kept["mlp_output_moments"][0], np.asarray(nu, np.float64).sum(0), rtol=1e-6)
     kernel = np.asarray(model.params["layers_0"]["mlp"]["output"]["kernel"])
-    for name, of in (("norms", kernel), ("own_norms", kernel @ output_bases(config, "mlp_output")[0].T)):
+    for name, of in (("norms", kernel), ("own_norms", kernel @ channels.output_bases(config, "mlp_output")[0].T)):
         np.testing.assert_allclose(kept[f"mlp_output_{name}"][0], np.sqrt((of**2).sum(0)), rtol=1e-4)
-    assert output_weights.second_moments({"sgd": {"trace": {"layers_0": 1}}, "count": 0}) is None
+    assert channels.second_moments({"sgd": {"trace": {"layers_0": 1}}, "count": 0}) is None
 
 
 # Figure 6: other bases.
@@ -395,21 +382,21 @@ def test_moments_of_a_run_are_compared_in_their_own_basis(tmp_path):
 def test_the_singular_basis_is_that_of_numpy(T, D):
     x = np.random.default_rng(8).normal(size=(2, T, D)).astype(np.float32)
     wanted = [np.abs(X @ np.linalg.svd(X)[2].T) for X in x.astype(np.float64)]
-    np.testing.assert_allclose(np.abs(channels.in_singular_basis(x)), wanted, atol=1e-6)  # signs are arbitrary
+    np.testing.assert_allclose(np.abs(measures.in_singular_basis(x)), wanted, atol=1e-6)  # signs are arbitrary
 
 
 def test_a_spike_planted_in_one_basis_shows_there_alone():
     D, T = 128, 16
-    Q = output_bases(run(**{"model.d_model": D}), "mlp_output")
+    Q = channels.output_bases(run(**{"model.d_model": D}), "mlp_output")
     noise = np.random.default_rng(7).normal(size=(2, 2, T, D)).astype(np.float32)
-    found = {name: float(jnp.mean(value)) for name, value in bases.kurtosis_in_bases(noise, Q).items()}
-    expected = spiked_vector.direction_kurtosis(D)
+    found = {name: float(jnp.mean(value)) for name, value in measures.kurtosis_in_bases(noise, Q).items()}
+    expected = rotations.direction_kurtosis(D)
     assert all(found[name] == pytest.approx(expected, abs=0.15) for name in ("x", "xq", "xqt"))
     spike = np.zeros_like(noise)
     spike[..., 5] = 60.0
     # Rows y of OrthoAdam's basis are y Q in the model's, and come back by Q^T.
     x = np.einsum("LBTD,LDE->LBTE", noise + spike, Q)
-    found = {name: float(jnp.mean(value)) for name, value in bases.kurtosis_in_bases(x, Q).items()}
+    found = {name: float(jnp.mean(value)) for name, value in measures.kurtosis_in_bases(x, Q).items()}
     assert min(found["xqt"], found["xv"]) > 60  # one direction has most of the energy
     assert max(found["x"], found["xq"]) < 4
 
@@ -417,7 +404,7 @@ def test_a_spike_planted_in_one_basis_shows_there_alone():
 def test_a_layer_adds_the_difference_of_hidden_states():
     config = replace(cured(TINY), {"model.num_layers": 2, "optim.rotation.axes": "output"})
     model = loaded(config, init_state(config).params)
-    found = bases.BASES.measure(model, inputs(), lambda part: None).metrics
+    found = measures.BASES.measure(model, inputs(), lambda part: None).metrics
 
     def observe(taps):
         before = taps.post_attention - taps.attention_output

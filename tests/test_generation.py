@@ -1,6 +1,5 @@
 """Generation with a cache: the same logits as without one, the distribution of the draws, and rolling windows."""
 
-import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
@@ -9,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_oracle import random_params
+from model_oracle import stacked_params
 from thinned import quick_and_slow
 
 from orthojax import Interventions
 from orthojax.config import Config, DataConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from orthojax.errors import UserError
-from orthojax.model import LoadedModel, Transformer, init_cache, linear, llama2, stack_layers
+from orthojax.model import LoadedModel, Transformer, init_cache, llama2
 from orthojax.model.generation import generate, sampling_logits, stream, stream_loss_nats
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
@@ -24,14 +23,9 @@ TOKENS = np.random.default_rng(0).integers(0, 11, (2, T))
 EASY = {"norm": "layernorm", "normalizer_n": 3.0}
 
 
-def params_of(config):
-    params = random_params(config)
-    return stack_layers(params) if config.scan_layers else params
-
-
 def loaded(config):
     run = Config(model=config, data=DataConfig(sequence_length=8))
-    return LoadedModel(Transformer(config), params_of(config), run, None, Path())
+    return LoadedModel(Transformer(config), stacked_params(config), run, None, Path())
 
 
 @partial(jax.jit, static_argnums=0)
@@ -41,7 +35,7 @@ def uncached(config, params, tokens, given=None):
 
 @partial(jax.jit, static_argnums=0)
 def cached(config, params, tokens, cache, given=None):
-    """Five tokens at once, then two, then one by one."""
+    """Reads five tokens at once, then two, then one by one."""
 
     def read(cache, tokens):
         logits, cache = Transformer(config).apply({"params": params}, tokens, cache=cache, interventions=given)
@@ -54,7 +48,7 @@ def cached(config, params, tokens, cache, given=None):
 
 
 def assert_cached_equals_uncached(config):
-    params = params_of(config)
+    params = stacked_params(config)
     expected = uncached(config, params, TOKENS)
     logits, cache = cached(config, params, TOKENS, init_cache(config, len(TOKENS), 14))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * max(1.0, np.abs(expected).max()))
@@ -92,7 +86,7 @@ def test_cached_logits_of_latent_attention_equal_uncached():
 
 def test_a_cache_refuses_interventions_by_position():
     config = ModelConfig(**SMALL)
-    params, cache = params_of(config), init_cache(config, 2, T)
+    params, cache = stacked_params(config), init_cache(config, 2, T)
     given = Interventions(head_scale=jnp.arange(8.0).reshape(2, 4), mlp_scale=jnp.array([0.5, 2.0]))
     expected = uncached(config, params, TOKENS, given)
     logits, _ = cached(config, params, TOKENS, cache, given)
@@ -100,41 +94,30 @@ def test_a_cache_refuses_interventions_by_position():
     apply = partial(jax.eval_shape, Transformer(config).apply)
     with pytest.raises(ValueError, match="first_mlp_scale with a cache"):
         apply({"params": params}, TOKENS, cache=cache, interventions=Interventions(first_mlp_scale=jnp.ones(2)))
-    with pytest.raises(ValueError, match="observations with a cache"):
-        jax.eval_shape(lambda: Transformer(config).apply({"params": params}, TOKENS, cache=cache, observe=id))
 
 
 def test_a_cache_that_does_not_fit_is_refused():
     config = ModelConfig(**SMALL)
-    params = params_of(config)
-    for tokens, cache, message in (
-        (TOKENS, init_cache(config, 2, T - 1), "11 tokens for a cache of 10"),
-        (TOKENS, init_cache(config, 1, T), r"keys \(2, 1, 11, 4, 4\)"),
-        (TOKENS, init_cache(dataclasses.replace(config, num_kv_heads=2), 2, T), r"\(2, 2, 11, 4, 4\) and"),
+    params = stacked_params(config)
+    for cache, message in (
+        (init_cache(config, 2, T - 1), "cache of 10"),
+        (init_cache(config, 1, T), r"keys \(2, 1, 11, 4, 4\)"),
     ):
         with pytest.raises(UserError, match=message):
-            jax.eval_shape(Transformer(config).apply, {"params": params}, tokens, cache=cache)
+            jax.eval_shape(Transformer(config).apply, {"params": params}, TOKENS, cache=cache)
     cache = init_cache(config, 2, T)
     _, cache = Transformer(config).apply({"params": params}, TOKENS[:, :8], cache=cache)
-    with pytest.raises(UserError, match="4 tokens for a cache of 11 that holds 8\nallowed: one token at a time"):
+    with pytest.raises(UserError, match="cache of 11"):
         Transformer(config).apply({"params": params}, TOKENS[:, :4], cache=cache)
-    for size, sinks, message in ((0, 0, "at least 1"), (4, 4, "0 to 3"), (17, 0, "max_length=16")):
-        with pytest.raises(UserError, match=message):
-            init_cache(config, 1, size, sinks=sinks)
+    with pytest.raises(UserError, match="max_length=16"):
+        init_cache(config, 1, 17)
 
 
 # What is written.
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"normalizer": "softmax1"}, marks=pytest.mark.slow),
-        {"relaxed_causal_tokens": 3, "position": "rotary"},
-    ],
-)
-def test_greedy_tokens_have_the_largest_logits(changes):
-    model = loaded(ModelConfig(**SMALL | changes))
+def test_greedy_tokens_have_the_largest_logits():
+    model = loaded(ModelConfig(**SMALL, relaxed_causal_tokens=3, position="rotary"))
     written = generate(model, TOKENS[:, :3], 7)
     assert written.shape == (2, 7)
     assert written.dtype == np.int32
@@ -144,7 +127,7 @@ def test_greedy_tokens_have_the_largest_logits(changes):
 
 
 def nucleus(logits, temperature, top_p):
-    """Probabilities [V] in float64, from the definition."""
+    """Computes probabilities [V] in float64, from the definition."""
     p = np.exp(np.float64(logits) / temperature)
     p /= p.sum()
     kept, mass = np.zeros_like(p), 0.0
@@ -165,9 +148,8 @@ def test_the_distribution_is_that_of_the_definition():
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [pytest.param(2.0, 1.0, marks=pytest.mark.slow), (4.0, 0.6)])
-def test_tokens_are_drawn_from_that_distribution(temperature, top_p):
-    model, draws = loaded(llama2("tiny", **SMALL)), 4096
+def test_tokens_are_drawn_from_that_distribution():
+    model, draws, temperature, top_p = loaded(llama2("tiny", **SMALL)), 4096, 4.0, 0.6
     logits = uncached(model.model.config, model.params, TOKENS[:1, :4])[0, -1]
     expected = nucleus(logits, temperature, top_p)
     written = generate(model, np.tile(TOKENS[0, :4], (draws, 1)), 1, temperature=temperature, top_p=top_p, seed=5)
@@ -177,7 +159,7 @@ def test_tokens_are_drawn_from_that_distribution(temperature, top_p):
     assert (expected > 0.02).sum() > 2
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch():
+def test_a_seed_gives_its_tokens_in_any_batch():
     model, prompts = loaded(llama2("tiny", **SMALL)), np.random.default_rng(2).integers(0, 11, (5, 4))
     write = partial(generate, model, steps=8, temperature=3.0, top_p=0.95)
     written = write(prompts, seed=1)
@@ -191,20 +173,14 @@ def test_a_seed_gives_the_same_tokens_in_any_batch():
     ("prompt", "options", "message"),
     [
         ([1, 11], {}, "no token 11"),
-        ([-1], {}, "no token -1"),
-        ([], {}, r"shape \(0,\)"),
         ([0.5], {}, "float64"),
         ([1], {"temperature": -1.0}, "temperature=-1.0"),
-        ([1], {"temperature": float("nan")}, "temperature=nan"),
-        ([1], {"temperature": 1e-40}, "temperature=1e-40\n.*1e-06 or more"),
-        ([1], {"top_p": 0.0}, "top_p=0.0"),
         ([1], {"top_p": 1.1}, "top_p=1.1"),
         ([1], {"steps": 0}, "steps=0"),
         ([1], {"steps": 17}, "max_length=16"),
         ([1], {"seed": -1}, "seed=-1"),
         ([1], {"window": 0}, "window=0"),
-        ([1], {"sinks": 2}, "sinks=2\n.*with a window"),
-        ([1], {"window": 15, "sinks": 2}, "17 tokens"),
+        ([1], {"sinks": 2}, "sinks=2"),
     ],
 )
 def test_what_cannot_be_written_is_refused(prompt, options, message):
@@ -243,7 +219,7 @@ def test_a_window_sees_first_and_latest_tokens(window, sinks):
     model, tokens = loaded(config), np.random.default_rng(3).integers(0, 11, 24)
 
     def left(end):
-        """The tokens before `end` that are still there, padded behind to one length, and where the last is."""
+        """Returns the tokens before `end` that are still there, padded to one length, and the index of the last."""
         kept = tokens[:end] if end <= sinks + window else np.r_[tokens[:sinks], tokens[end - window : end]]
         return np.pad(kept, (0, sinks + window - len(kept))), len(kept) - 1
 
@@ -264,15 +240,3 @@ def test_window_positions_end_at_its_size():
     found = [stream_loss_nats(m, tokens, 5, 1) for m in (model, changed)]
     np.testing.assert_array_equal(*found)
     assert (found[0] != stream_loss_nats(changed, tokens, 6, 1)).any()
-
-
-def test_other_linear_layers_read_a_cache():
-    config = ModelConfig(**SMALL)
-
-    def halved(x, kernel, bias, path):
-        return linear(x, 0.5 * kernel, bias, path)
-
-    model = loaded(config)._replace(model=Transformer(config, linear=halved))
-    written = generate(model, TOKENS[0, :3], 5)
-    logits = jax.jit(model.model.apply)({"params": model.params}, np.r_[TOKENS[0, :3], written][None])[0]
-    np.testing.assert_array_equal(logits[0, 2:-1].argmax(-1), written)

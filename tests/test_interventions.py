@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_oracle import numpy_forward, random_params
+from model_oracle import numpy_forward, random_params, stacked_params
 from thinned import quick_and_slow
 
 from orthojax import Interventions, analysis
@@ -44,27 +44,19 @@ OUTPUTS = ("attention_output", "mlp_output", "residual")
 SEEN = ("attention_logits", "attention_weights", "values", "value_norms", *OUTPUTS, "post_attention")
 MATRICES = ("attention_bias", "forced_weights")
 FUSED = (*SCALES, "attention_bias")
-CONFIGS = {"llama2": (llama2("tiny", **UNROLLED), FUSED)}
-CONFIGS |= {
-    name: (config, (*FUSED, *SHARES))
-    for name, config in {
-        "gpt2": GPT2,
-        "grouped": GROUPED,
-        "bigram_backcopy": BACKCOPY,
-        "post-norm": POST_NORM,
-        "latent attention": LATENT,
-    }.items()
+EFFECTS = (*FUSED, *SHARES)
+CONFIGS = {
+    "llama2": (llama2("tiny", **UNROLLED), FUSED),
+    "grouped": (GROUPED, EFFECTS),
+    "bigram_backcopy": (BACKCOPY, EFFECTS),
+    "post-norm": (POST_NORM, EFFECTS),
+    "latent attention": (LATENT, EFFECTS),
 }
-
-
-def params_of(config):
-    params = random_params(config)
-    return stack_layers(params) if config.scan_layers else params
 
 
 @partial(jax.jit, static_argnums=0)
 def apply(config, params, given=None, tokens=TOKENS):
-    """Logits and taps."""
+    """Computes logits and taps."""
     return Transformer(config).apply({"params": params}, tokens, interventions=given, observe=lambda taps: taps)
 
 
@@ -73,7 +65,7 @@ def uniform(*shape, seed=0):
 
 
 def random_interventions(config):
-    """Every field, as the oracle takes them, without axes of the batch."""
+    """Draws every field, as the oracle takes them, without axes of the batch."""
     shapes = {"head_scale": (L, N), "first_value_scale": (L, config.kv_heads)} | dict.fromkeys(MATRICES, (L, N, T, T))
     shapes |= {"forced_share": (L, N, T), "attention_output_share": (L,), "mlp_output_share": (L, T)}
     shapes |= {"residual_share": (L, T)} | dict.fromkeys(OUTPUTS, (L, T, D))
@@ -82,7 +74,7 @@ def random_interventions(config):
 
 
 def neutral(config):
-    """The same without effect: factors of 1, shares and a bias of 0."""
+    """Makes such fields without effect: factors of 1, shares and a bias of 0."""
     given, ends = random_interventions(config)._asdict(), {"scale": 1.0, "share": 0.0, "_bias": 0.0}
     return Interventions(**{name: 0 * a + ends[name[-5:]] if name[-5:] in ends else a for name, a in given.items()})
 
@@ -97,13 +89,10 @@ def with_batch_axes(given):
     return Interventions(**arrays)
 
 
-CONTAINED = ("gpt2", "llama2", "post-norm")  # test_model.py has their blocks, the others have all interventions
-
-
-@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, CONTAINED))
+@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, ("llama2", "post-norm")))
 def test_intervened_logits_and_taps_equal_the_oracle(name):
     config, effects = CONFIGS[name]
-    params, ones, random = params_of(config), neutral(config), random_interventions(config)
+    params, ones, random = stacked_params(config), neutral(config), random_interventions(config)
     ones = only(ones, FUSED) if effects == FUSED else ones
     plain = apply(config, params)[0]
     logits = apply(config, params, with_batch_axes(ones))[0]
@@ -130,8 +119,8 @@ def without_rows_of_a_head(config, params, layer, head):
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def test_head_ablation_equals_zeroed_output_rows_in_one_program():
-    config, params, traces = GROUPED, params_of(GROUPED), []
+def test_head_ablation_equals_zeroed_output_rows():
+    config, params, traces = GROUPED, stacked_params(GROUPED), []
 
     @jax.jit
     def run(scale):
@@ -148,20 +137,11 @@ def test_head_ablation_equals_zeroed_output_rows_in_one_program():
     np.testing.assert_allclose(jax.jit(lambda scales: jax.lax.map(run, scales))(scales), loop, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [GPT2, BACKCOPY], ids=["gpt2", "layers differ"])
-def test_without_attention_and_mlp_the_residual_stream_passes(config):
-    off = jnp.array([1.0, 0.0])
-    _, taps = apply(config, params_of(config), Interventions(attention_scale=off, mlp_scale=off))
-    np.testing.assert_array_equal(taps.residual[1], taps.residual[0])
-    assert (taps.attention_output[1] == 0.0).all()
-    assert (taps.mlp_output[1] == 0.0).all()
-
-
 # Forced patterns, and activations of another run.
 
 
 def test_taps_show_forced_patterns_in_chosen_heads_only():
-    params, plain = params_of(GROUPED), apply(GROUPED, params_of(GROUPED))[1].attention_weights
+    params, plain = stacked_params(GROUPED), apply(GROUPED, stacked_params(GROUPED))[1].attention_weights
     keys = {"identity": np.arange(T), "first": np.zeros(T, int), "previous": np.maximum(np.arange(T) - 1, 0)}
     patterns = {kind: np.asarray(attention_pattern(kind, T)) for kind in keys}
     for kind, pattern in patterns.items():
@@ -173,12 +153,12 @@ def test_taps_show_forced_patterns_in_chosen_heads_only():
         expected = np.where(share[:, None, ..., None] == 1.0, pattern.reshape(1, -1, 1, T, T), plain)
         np.testing.assert_array_equal(taps.attention_weights[0], expected[0])
         np.testing.assert_array_equal(taps.attention_weights[1, :, 2], expected[1, :, 2])
-    with pytest.raises(ValueError, match=r"(?s)'diagonal'.*identity \| first \| previous"):
+    with pytest.raises(ValueError, match="'diagonal'"):
         attention_pattern("diagonal", T)
 
 
 def test_patched_activations_are_those_of_another_run():
-    params, other = params_of(GPT2), (TOKENS + 3) % 11
+    params, other = stacked_params(GPT2), (TOKENS + 3) % 11
     logits, taps = apply(GPT2, params, None, other)
     patch = Interventions(residual=taps.residual, residual_share=jnp.array([1.0, 0.0]))
     np.testing.assert_array_equal(apply(GPT2, params, patch)[0], logits)  # what follows sees nothing else
@@ -187,11 +167,9 @@ def test_patched_activations_are_those_of_another_run():
     np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(GPT2, id="scanned"), pytest.param(BACKCOPY, id="unrolled", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("config", quick_and_slow([GPT2, BACKCOPY], [BACKCOPY]), ids=["scanned", "unrolled"])
 def test_a_shared_bias_equals_one_for_each_layer(config):
-    params = params_of(config)
+    params = stacked_params(config)
     for bias in (uniform(T, T), uniform(B, T, T)):
         by_layer = np.broadcast_to(bias.reshape(1, -1, 1, T, T), (L, B, N, T, T))
         shared, each = (apply(config, params, Interventions(attention_bias=array)) for array in (bias, by_layer))
@@ -199,11 +177,6 @@ def test_a_shared_bias_equals_one_for_each_layer(config):
     hidden = np.zeros((T, T), np.float32)
     hidden[1:, 0] = -1e30
     _, taps = apply(config, params, Interventions(attention_bias=hidden))
-    for i in range(B):
-        _, layers = numpy_forward(config, random_params(config), TOKENS[i], Interventions(attention_bias=hidden))
-        weights = layers[1]["attention_weights"]
-        assert (weights[..., 1:, 0] == 0.0).all()
-        np.testing.assert_allclose(taps.attention_weights[1, i], weights, rtol=1e-4, atol=1e-4)
     assert (taps.attention_weights[..., 1:, 0] == 0.0).all()
     assert (np.abs(taps.attention_logits) < 100).all()
 
@@ -254,30 +227,21 @@ def test_only_forced_weights_need_the_matrix_of_weights():
     assert kernels(forced) == 0
 
 
-REFUSED = {
-    **{"head_scale": (N, L), "attention_scale": (1,), "first_value_scale": (L, N), "attention_bias": (B, N, T, T)},
-    **{"forced_weights": (T, T - 1), "forced_share": (L,), "residual": (L, B, T, D + 1), "residual_share": ()},
-}
+REFUSED = {"head_scale": (N, L), "attention_scale": (1,), "attention_bias": (B, N, T, T), "forced_weights": (T, T - 1)}
+REFUSED |= {"residual": (L, B, T, D + 1), "residual_share": (), "mlp_output_share": (L,)}
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_wrong_shapes_are_refused(field):
-    with pytest.raises(ValueError, match=rf"interventions\.{field} has shape") as caught:
-        apply(GROUPED, params_of(GROUPED), Interventions(**{field: np.ones(REFUSED[field])}))
-    assert len(str(caught.value).split("\n")) <= 3
-
-
-@pytest.mark.parametrize("field", ["forced_weights", "forced_share", "residual", "mlp_output_share"])
-def test_values_and_shares_belong_together(field):
-    with pytest.raises(ValueError, match=rf"interventions\.{field} without interventions\."):
-        apply(GPT2, params_of(GPT2), with_batch_axes(only(random_interventions(GPT2), [field])))
+def test_wrong_shapes_and_values_without_shares_are_refused(field):
+    with pytest.raises(ValueError, match=rf"interventions\.{field}"):
+        apply(GROUPED, stacked_params(GROUPED), Interventions(**{field: np.ones(REFUSED[field])}))
 
 
 # In measurements.
 
 
 def test_measure_takes_interventions_and_compiles_once():
-    params, traces = params_of(GPT2), []
+    params, traces = stacked_params(GPT2), []
     loaded = LoadedModel(Transformer(GPT2), params, None, None, None)
     batches = [(TOKENS, uniform(B, T, T)), (TOKENS[::-1], uniform(B, T, T, seed=1))]
 

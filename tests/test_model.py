@@ -1,17 +1,17 @@
 import dataclasses
 import functools
+import itertools
 import math
-from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_oracle import numpy_forward, random_params
+from model_oracle import numpy_forward, random_params, stacked_params
 from thinned import quick_and_slow
 
-from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, field_paths, replace
+from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, replace
 from orthojax.errors import UserError
 from orthojax.model import (
     Taps,
@@ -53,7 +53,7 @@ def shapes_of(params):
 
 @functools.cache
 def shapes(config, length=7):
-    """Paths and shapes of the parameters, without computing any."""
+    """Returns paths and shapes of the parameters, without computing any."""
     tree = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
     return shapes_of(tree["params"])
 
@@ -72,20 +72,16 @@ ORACLE_CONFIGS = {
     "llama2": LLAMA2,
     "rich": RICH,
     "rich, chunked": dataclasses.replace(RICH, attention_implementation="xla_chunked", normalizer="clipped_softmax"),
-    "grouped heads": dataclasses.replace(
-        GPT2, num_kv_heads=1, normalizer="softmax1", attention_implementation="xla_chunked"
+    "gated relu": dataclasses.replace(
+        GPT2, gated_attention=True, normalizer="relu", mlp="relu", norm="layernorm_nonparametric"
     ),
-    "gated relu": dataclasses.replace(GPT2, gated_attention=True, normalizer="relu", mlp="relu"),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
-    "clipped": dataclasses.replace(GPT2, normalizer="clipped_softmax", norm="layernorm_nonparametric"),
-    "published": bigram_backcopy(**SMALL | {"num_layers": 3, "num_heads": 1}),
     "norms by layer": bigram_backcopy(
         **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
     ),
-    "post-norm": dataclasses.replace(GPT2, block="post_norm", normalizer="gelu", mlp_norm=False),
-    "post-norm by layer": dataclasses.replace(
-        TINY, block="post_norm", attention=(False, True), mlp=("relu", "none"), attention_norm=(True, False)
+    "post-norm": dataclasses.replace(
+        GPT2, block="post_norm", normalizer="gelu", mlp_norm=False, mlp=("relu", "none"), attention_norm=(True, False)
     ),
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
     "latent attention and experts": LATENT_AND_EXPERTS,
@@ -99,11 +95,7 @@ ORACLE_CONFIGS = {
 }
 
 
-# What others contain: their fields have other values than the defaults there, too.
-CONTAINED = ("grouped heads", "llama2", "latent attention and experts")
-
-
-@pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, CONTAINED))
+@pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, ("llama2", "latent attention and experts")))
 def test_model_and_taps_equal_the_float64_oracle(name):
     config = ORACLE_CONFIGS[name]
     params = random_params(config)
@@ -128,7 +120,7 @@ def test_unread_taps_cost_nothing():
     params = stack_layers(random_params(config))
 
     def cost(observe):
-        """Floating-point operations, and products in the program."""
+        """Counts floating-point operations, and products in the program."""
         program = jax.jit(lambda params: apply(config, params, observe=observe)).lower(params).compile()
         return program.cost_analysis()["flops"], program.as_text().count(" dot(")
 
@@ -144,7 +136,7 @@ def test_unread_taps_cost_nothing():
 
 
 def check_what_each_token_changes(config, is_seen, length=6):
-    """Logits of position t change with token i where `is_seen(i, t)`, and nowhere else."""
+    """Checks that logits of position t change with token i if `is_seen(i, t)`, and only then."""
     tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
     tokens[np.arange(1, 1 + length), np.arange(length)] = 10  # row 1 + i has another token i
     logits = np.asarray(apply(config, random_params(config), jnp.asarray(tokens))[0])
@@ -158,15 +150,8 @@ def check_what_each_token_changes(config, is_seen, length=6):
 POSITIONS = ["learned", "rotary", "none"]
 
 
-@pytest.mark.parametrize(
-    ("position", "normalizer"),
-    [
-        pytest.param(position, normalizer, marks=[pytest.mark.slow] * ((i - j) % 3 != 0))
-        for i, position in enumerate(POSITIONS)
-        for j, normalizer in enumerate(NORMALIZERS)
-    ],
-)
-def test_later_tokens_never_change_earlier_logits(position, normalizer):
+@pytest.mark.parametrize(("normalizer", "position"), zip(NORMALIZERS, itertools.cycle(POSITIONS), strict=False))
+def test_later_tokens_never_change_earlier_logits(normalizer, position):
     config = dataclasses.replace(TINY, position=position, normalizer=normalizer)
     check_what_each_token_changes(config, lambda i, t: t >= i)
 
@@ -182,26 +167,19 @@ def test_relaxed_tokens_see_each_other_only(position):
 # Scanned, unrolled and recomputed layers are one model.
 
 
-def _params(config):
-    params = random_params(config)
-    return stack_layers(params) if config.scan_layers else params
-
-
 @functools.cache
 def _loss_and_gradients(config):
     def loss(params):
         logits, seen = apply(config, params, observe=lambda taps: jnp.mean(taps.residual**2))
         return jnp.mean(jnp.sin(logits)), (logits, seen)
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(_params(config))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(stacked_params(config))
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        pytest.param("gpt2", {"scan_layers": True}, marks=pytest.mark.slow),
         ("rich", {"scan_layers": True, "remat": True}),
-        pytest.param("rich", {"remat": True}, marks=pytest.mark.slow),
         pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
     ],
 )
@@ -231,86 +209,31 @@ def test_stacking_twelve_layers_is_inverted_by_unstacking():
     assert shapes(dataclasses.replace(config, scan_layers=True)) == shapes_of(stacked)
 
 
-# Every field does something.
+# Fields that the float64 oracle does not know.
 
 WIDE = {"position": "rotary", "d_model": 16}
 LLAMA3 = WIDE | {"rope": RopeConfig(scaling="llama3", factor=8.0, original_length=16)}
-YARN = WIDE | {"rope_theta": 100.0, "rope": RopeConfig(0.5, "yarn", factor=8.0, original_length=64)}
-LATENT = WIDE | {"latent": LatentConfig(d_latent=5, d_rotary=2)}
-EXPERTS = {"mlp": "experts", "experts": ExpertsConfig(num_experts=4, d_expert=6)}
 LAYERNORM = {"norm": "layernorm"}
-# path of a field: (what the base needs for the field to matter, the new value)
 FIELDS = {
-    "vocab_size": ({}, 12),
-    "max_length": ({}, 20),
-    "d_model": ({}, 16),
-    "num_layers": ({}, 3),
-    "num_heads": ({}, 2),
-    "num_kv_heads": ({}, 2),
-    "d_head": ({}, 6),
-    "d_mlp": ({}, 16),
-    "position": ({}, "none"),
-    "rope_theta": (WIDE, 100.0),
+    # path: (what the base needs for the field to matter, the new value)
     "rope.fraction": (WIDE, 0.5),
     "rope.scaling": (WIDE | {"rope": RopeConfig(factor=4.0, original_length=4)}, "linear"),
-    "rope.factor": (WIDE | {"rope": RopeConfig(scaling="linear")}, 4.0),
     "rope.original_length": (LLAMA3, 4),
     "rope.low_frequency_factor": (LLAMA3, 0.5),
     "rope.high_frequency_factor": (LLAMA3, 8.0),
-    "rope.mscale": (YARN, 0.5),
-    "rope.mscale_all": (YARN, 0.5),
-    "latent.d_latent": (LATENT, 6),
-    "latent.d_query_latent": (LATENT, 6),
-    "latent.d_rotary": (LATENT | {"d_head": 6}, 4),
-    "latent.d_value": (LATENT, 3),
-    "experts.num_experts": (EXPERTS, 6),
-    "experts.per_token": (EXPERTS, 3),
-    "experts.num_shared": (EXPERTS, 1),
-    "experts.d_expert": (EXPERTS, 8),
-    "experts.groups": (EXPERTS, 2),
-    "experts.groups_per_token": (EXPERTS | {"experts": ExpertsConfig(num_experts=4, d_expert=6, groups=2)}, 2),
-    "experts.scale": (EXPERTS, 2.0),
-    "norm": (LAYERNORM, "layernorm_nonparametric"),
-    "attention_norm": ({}, (True, False)),
-    "mlp_norm": ({}, False),
     "block": (LAYERNORM, "output_norm"),
     "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM, "norm"),
-    "normalizer": ({}, "softmax"),
-    "normalizer_n": ({"normalizer": "softmax_n"}, 2.0),
     "attention_window": ({}, 2),
-    "mlp": ({}, "relu"),
-    "attention": ({}, (True, False)),
-    "gated_attention": ({}, True),
-    "tie_embeddings": ({}, False),
-    "relaxed_causal_tokens": ({}, 2),
-    "fixed_rotation": ({}, True),
-    "dtype": ({}, "bfloat16"),
 }
-INITIAL = {"embedding_init_std": 0.5, "init_std": 0.5, "kernel_init": "uniform_fan_in", "sink_init": -1.0}
-WITHOUT_EFFECT_ON_LOGITS = {"scan_layers": True, "remat": True, "attention_implementation": "xla_chunked"}
 
 
-def test_the_sensitivity_tests_cover_every_field():
-    names = [*FIELDS, *INITIAL, *WITHOUT_EFFECT_ON_LOGITS]
-    assert sorted(names) == sorted(field_paths(ModelConfig))
-
-
-# What the comparison with float64 contains: its configs have other values, which NumPy reads, too.
-IN_FLOAT64 = [
-    "num_heads", "experts.per_token", "experts.groups_per_token", "experts.scale", "rope_theta", "rope.scaling",
-    "rope.factor", "rope.original_length", "rope.mscale", "rope.mscale_all", "normalizer_n",
-]  # fmt: skip
-HAVE_TESTS_OF_THEIR_OWN = ["dtype", "fixed_rotation"]
-
-
-@pytest.mark.parametrize("field", quick_and_slow(FIELDS, IN_FLOAT64 + HAVE_TESTS_OF_THEIR_OWN))
-def test_every_field_changes_parameters_or_logits(field):
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_changes_parameters_or_logits(field):
     needs, value = FIELDS[field]
     base = dataclasses.replace(TINY, **needs)
     changed = replace(base, {field: value})
-    assert changed != base
     if shapes(base) == shapes(changed):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
 
@@ -332,29 +255,16 @@ def test_init_std_fields_scale_what_they_name():
         assert 0.9 * std < leaf.std() < 1.1 * std, name
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_remat_recomputes_in_the_backward_pass(scan):
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_keeps_fewer_numbers_for_the_backward_pass(scan):
     def saved_numbers(remat):
-        config = dataclasses.replace(TINY, remat=remat, scan_layers=scan, num_layers=4)
-        pullback = jax.eval_shape(lambda params: jax.vjp(lambda p: apply(config, p)[0], params)[1], _params(config))
+        config = dataclasses.replace(TINY, remat=remat, scan_layers=scan, d_mlp=64)
+        pullback = jax.eval_shape(
+            lambda params: jax.vjp(lambda p: apply(config, p)[0], params)[1], stacked_params(config)
+        )
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
 
-    assert saved_numbers(True) < 0.6 * saved_numbers(False)
-
-
-@pytest.mark.slow
-def test_what_remat_keeps_changes_memory_and_no_gradient():
-    # Wide enough for intermediates to outweigh the residual stream; scanned, as a CPU merges what is unrolled.
-    base = dataclasses.replace(TINY, num_layers=4, d_mlp=256, scan_layers=True)
-    params, memory, gradients = _params(base), {}, {}
-    for remat in (False, "dots", True, "full"):
-        config = dataclasses.replace(base, remat=remat)
-        gradient = jax.jit(jax.grad(lambda params, c=config: jnp.mean(jnp.sin(apply(c, params)[0]))))
-        compiled = gradient.lower(params).compile()
-        memory[remat], gradients[remat] = compiled.memory_analysis().temp_size_in_bytes, compiled(params)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradients[remat], gradients[False])
-    assert memory["full"] <= memory[True] < 0.8 * memory["dots"]
-    assert memory["dots"] < 0.5 * memory[False]
+    assert saved_numbers("full") <= saved_numbers(True) < saved_numbers("dots") < 0.8 * saved_numbers(False)
 
 
 # Parts.
@@ -407,30 +317,22 @@ def test_only_rmsnorm_single_commutes_with_rotations():
 
 
 def test_learned_positions_end_at_max_length():
-    for position in POSITIONS:
-        config = dataclasses.replace(TINY, position=position, max_length=4)
-        assert shapes(config, length=4)
-        if position == "learned":
-            with pytest.raises(ValueError, match=r"5 tokens are more than .*max_length=4"):
-                shapes(config, length=5)
-        else:
-            assert shapes(config, length=5)
+    with pytest.raises(ValueError, match="max_length=4"):
+        shapes(dataclasses.replace(TINY, position="learned", max_length=4), length=5)
+    for position in ("rotary", "none"):
+        assert shapes(dataclasses.replace(TINY, position=position, max_length=4), length=5)
 
 
 # Presets and counts.
 
-PRESETS = [(gpt2, size) for size in ("tiny", "60m", "130m", "350m", "1.4b")] + [(llama2, "tiny"), (llama2, "130m")]
-CURE = {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}
+PRESETS = [(gpt2, size) for size in ("60m", "130m", "350m", "1.4b")] + [(llama2, "130m")]
 
 
-@pytest.mark.parametrize(
-    ("family", "size"), [pytest.param(*p, marks=[pytest.mark.slow] * (p[1] in ("60m", "350m"))) for p in PRESETS]
-)
+@pytest.mark.parametrize(("family", "size"), PRESETS)
 def test_presets_have_the_sizes_in_their_names(family, size):
-    for changes in ({}, CURE):
+    for changes in ({}, {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}):
         count = parameter_count(family(size, **changes))
-        if size != "tiny":
-            assert abs(count / (float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]) - 1.0) < 0.1
+        assert abs(count / (float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]) - 1.0) < 0.1
 
 
 def test_presets_are_stock():
@@ -443,7 +345,7 @@ def test_presets_are_stock():
     assert gpt2("130m", normalizer="softmax1", d_model=384).d_model == 384
 
 
-def test_bigram_backcopy_has_its_published_counts_and_start():
+def test_bigram_backcopy_has_its_published_start():
     for layers, count in ((1, 887_808), (2, 1_675_264), (3, 2_462_720)):  # as its code counts them
         assert parameter_count(bigram_backcopy(layers)) == count
         assert sum(map(math.prod, shapes(bigram_backcopy(layers)).values())) == count
@@ -455,42 +357,36 @@ def test_bigram_backcopy_has_its_published_counts_and_start():
     params = jax.jit(Transformer(config).init)(jax.random.key(0), tokens)["params"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name, x = jax.tree_util.keystr(path), np.asarray(leaf)
-        if "kernel" in name:  # the output of the MLP, too, whatever the depth
+        if "kernel" in name:  # also the output of the MLP, whatever the depth
             bound = x.shape[0] ** -0.5
             assert 0.99 * bound < np.abs(x).max() <= bound, name
             np.testing.assert_allclose(x.std(), bound / 3**0.5, rtol=0.02, err_msg=name)
         elif "embedding" in name:
             np.testing.assert_allclose(x.std(), 1.0, rtol=0.02, err_msg=name)
-    logits, residual = apply(config, params, tokens, observe=lambda taps: taps.residual)
-    expected, layers = numpy_forward(config, params, tokens[0])
-    np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(residual[0, 0], layers[0]["residual"], rtol=1e-4, atol=1e-4)
+    _, residual = apply(config, params, tokens, observe=lambda taps: taps.residual)
     assert 20.0 < np.linalg.norm(residual[0, 0, 0]) < 28.0  # published at the start: 24.3
 
 
 def test_scanned_or_miscounted_norms_by_layer_are_refused():
     for name in ("attention_norm", "mlp_norm"):
-        with pytest.raises(UserError, match=rf"model\.{name}=.* differs between layers"):
+        with pytest.raises(UserError, match=rf"model\.{name}=.*layers"):
             ModelConfig(num_layers=2, **{name: (True, False)})
         with pytest.raises(UserError, match=rf"model\.{name} names 3 layers"):
             dataclasses.replace(TINY, **{name: (True, False, True)})
 
 
-REFUSED = [
-    (lambda: gpt2("130"), ["'130'", "130m", "did you mean '130m'?"]),
-    (lambda: llama2("1.4b"), ["'1.4b'", "tiny | 130m"]),
-    (lambda: bigram_backcopy(2, normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
-    (lambda: gpt2("tiny", normaliser="softmax1"), ["normaliser", "did you mean 'model.normalizer'"]),
-    (lambda: llama2("tiny", d_model=12, num_heads=4), ["rotates 3", "even"]),
-]
-
-
-def test_presets_refuse_unknown_sizes_and_fields():
-    for call, words in REFUSED:
-        with pytest.raises(UserError) as caught:
-            call()
-        assert len(str(caught.value).split("\n")) <= 3
-        assert all(word in str(caught.value) for word in words), str(caught.value)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: gpt2("130"), "130m"),
+        (lambda: llama2("1.4b"), r"'1\.4b'"),
+        (lambda: bigram_backcopy(2, normaliser="softmax1"), r"model\.normalizer"),
+        (lambda: llama2("tiny", d_model=12, num_heads=4), "even"),
+    ],
+)
+def test_presets_refuse_unknown_sizes_and_fields(call, name):
+    with pytest.raises(UserError, match=name):
+        call()
 
 
 def test_flops_per_token_by_hand():

@@ -53,14 +53,14 @@ def _mask(shape=(3, 4, 7)):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("masked", [False, True])
-def test_value_is_the_definition_in_float64_on_every_axis_and_under_jit_and_vmap(name, masked):
+def test_values_are_the_definition_on_every_axis(name, masked):
     x, where = _example(), _mask() if masked else None
     expected = oracle(name, x, where)
     axes = (-1, 0, -2)
 
     @jax.jit
     def values(x, where):
-        """Along each axis, and mapped."""
+        """Returns values along each axis, and mapped ones."""
         moved = [(jnp.moveaxis(x, -1, a), None if where is None else jnp.moveaxis(where, -1, a)) for a in axes]
         found = [ALL[name](x, axis=axis, where=where) for axis, (x, where) in zip(axes, moved, strict=True)]
         return found, jax.vmap(jax.vmap(lambda x, where: ALL[name](x, where=where)))(x, where)
@@ -83,8 +83,8 @@ def test_half_precision_is_the_float32_result_rounded_once(name, dtype):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("garbage", [0.0, -1e4, 1e4, 1e30, np.inf, np.nan])
-def test_masked_entries_have_no_weight_and_no_gradient_whatever_stands_in_them(name, garbage):
+@pytest.mark.parametrize("garbage", [0.0, 1e4, np.inf, np.nan])
+def test_masked_entries_have_no_weight_or_gradient(name, garbage):
     where = _mask()
     x = jnp.asarray(np.where(where, _example(), garbage), jnp.float32)
     f = lambda x: ALL[name](x, where=jnp.asarray(where))  # noqa: E731
@@ -99,7 +99,7 @@ def test_masked_entries_have_no_weight_and_no_gradient_whatever_stands_in_them(n
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_all_minus_infinity_row_is_zero_with_zero_gradient(dtype):
+def test_rows_of_minus_infinity_are_zero(dtype):
     @jax.jit
     def values_and_gradients(x):
         pairs = {name: jax.vjp(ALL[name], x) for name in MASKED_ROWS_ARE_ZERO}
@@ -114,42 +114,36 @@ def test_all_minus_infinity_row_is_zero_with_zero_gradient(dtype):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("shift", [0.0, -700.0, 700.0, 1e4, -1e4])
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_softmax_n_is_softmax_with_n_appended_zero_logits(n, shift):
+@pytest.mark.parametrize("shift", [0.0, -700.0, 1e4])
+@pytest.mark.parametrize("n", [1, 5])
+def test_softmax_n_is_softmax_with_appended_zeros(n, shift):
     x = _example() + shift
     appended = np.concatenate([x, np.zeros((*x.shape[:-1], n))], -1)
     np.testing.assert_allclose(softmax_n(jnp.asarray(x), n), jax.nn.softmax(appended)[..., :-n], rtol=1e-12, atol=0)
 
 
-def test_softmax_n_spans_softmax_and_softmax1_and_sink_spans_softmax_n():
+def test_sinks_contain_softmax_n_which_contains_both():
     x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask()).at[1, 2, 0].set(True)
     np.testing.assert_allclose(softmax_n(x, 0.0, where=where), jax.nn.softmax(x, where=where), rtol=1e-6)
     np.testing.assert_array_equal(softmax_n(x, 1.0, where=where), softmax1(x, where=where))
+    np.testing.assert_array_equal(softmax(x), jax.nn.softmax(x))
     for n in (0.0, 0.3, 1.0, 20.0):
         sink = jnp.full((1, 1, 1), np.log(n) if n else -np.inf, jnp.float32)
         np.testing.assert_allclose(softmax_with_sink(x, sink, where=where), softmax_n(x, n, where=where), rtol=1e-5)
 
 
-def test_softmax_is_jax_nn_softmax():
-    x = jnp.asarray(_example(), jnp.float32)
-    np.testing.assert_array_equal(softmax(x), jax.nn.softmax(x))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("size", [1e4, -1e4, -1e30, 1e30])
+@pytest.mark.parametrize("size", [-1e30, 1e30])
 def test_softmax1_is_right_for_extreme_logits(dtype, size):
     size = float(np.clip(size, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max)))
     y = softmax1(jnp.array([size, size, -size, 0.0], dtype))
     expected = [0.5, 0.5, 0.0, 0.0] if size > 0 else [0.0, 0.0, 1.0, 0.0]
     np.testing.assert_array_equal(y, np.asarray(expected, y.dtype))
-    alone = softmax1(jnp.full(3, size, dtype))
-    np.testing.assert_allclose(np.asarray(alone, np.float64), 1 / 3 if size > 0 else 0.0, rtol=4e-3)
 
 
 @pytest.mark.parametrize("n", [0.0, 1e-300, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("size", [-1e4, -100.0, 100.0, 1e4])
-def test_large_logits_are_right_for_every_n_and_sink(n, size):
+def test_large_logits_are_right_for_every_sink(n, size):
     # exp(100) overflows float32: a shift by the row max alone would give 0 for a tiny n, and 0 * inf for n = 0.
     sink = -np.inf if n == 0.0 else np.log(n)
     expected = np.full(4, 1.0 / (4.0 + np.exp(min(sink - size, 700.0))))
@@ -158,19 +152,10 @@ def test_large_logits_are_right_for_every_n_and_sink(n, size):
     np.testing.assert_allclose(by_sink, expected, rtol=1e-4, atol=1e-30)
 
 
-@pytest.mark.parametrize("sink", [-1e4, 1e4, -np.inf, 1e30])
-def test_a_sink_of_any_size_keeps_every_row_finite(sink):
-    y = np.asarray(
-        softmax_with_sink(jnp.array([[1e4, 0.0], [-1e4, -1e4], [-jnp.inf, -jnp.inf]]), jnp.full((1, 1), sink))
-    )
-    assert np.isfinite(y).all()
-    assert (y[2] == 0.0).all()
-
-
 # Clipped softmax: exact zeros and ones of finite logits.
 
 
-def test_clipped_softmax_of_known_weights_is_their_stretched_and_cut_form():
+def test_clipped_softmax_stretches_and_cuts_weights():
     x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
     np.testing.assert_allclose(clipped_softmax(x, -0.05, 1.0), [0.0, 0.034, 0.895], rtol=1e-5)
     np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.25), [0.025, 0.1, 1.0], rtol=1e-5)
@@ -181,17 +166,17 @@ def test_clipped_softmax_of_known_weights_is_their_stretched_and_cut_form():
     assert sink_logit(ClippedSoftmax()) is None
 
 
-def test_clipped_softmax_has_no_gradient_where_it_is_cut():
+def test_cut_weights_have_no_gradient():
     x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
     jacobian = np.asarray(jax.jit(jax.jacrev(lambda x: clipped_softmax(x, -0.05, 1.2)))(x))
     assert (jacobian[[0, 2]] == 0.0).all()
     np.testing.assert_allclose(jacobian[1], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (-np.inf, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])
-def test_clipped_softmax_refuses_what_the_paper_does_not_allow(gamma, zeta):
+@pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])
+def test_clipped_softmax_refuses_other_gamma_and_zeta(gamma, zeta):
     for build in (lambda: ClippedSoftmax(gamma, zeta), lambda: clipped_softmax(jnp.zeros(3), gamma, zeta)):
-        with pytest.raises(ValueError, match=r"gamma <= 0 .* zeta >= 1"):
+        with pytest.raises(ValueError, match=r"gamma .* zeta"):
             build()
 
 
@@ -200,15 +185,6 @@ def test_clipped_softmax_refuses_what_the_paper_does_not_allow(gamma, zeta):
 
 def _jacobian(y):
     return np.diag(y) - np.outer(y, y)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("n", [0.0, 0.5, 1.0, 3.0])
-def test_first_derivative_is_the_analytic_jacobian(n):
-    f = lambda x: softmax_n(x, n)  # noqa: E731
-    y, *jacobians = jax.jit(lambda x: (f(x), jax.jacrev(f)(x), jax.jacfwd(f)(x)))(_example((7,)))
-    for jacobian in jacobians:
-        np.testing.assert_allclose(jacobian, _jacobian(np.asarray(y)), atol=1e-15)
 
 
 @pytest.mark.usefixtures("x64")
@@ -222,7 +198,7 @@ def test_first_and_second_derivatives_match_finite_differences(name):
 
     @jax.jit
     def derivatives(x):
-        """All along v: the second ones forward of both first ones, and backward of the gradient."""
+        """Differentiates along v: the second ones forward of both first ones, and backward of the gradient."""
         second = [jax.jvp(first, (x,), (v,))[1] for first in (slope, gradient)]
         return f(x), slope(x), gradient(x), *second, jax.grad(lambda x: jnp.vdot(v, gradient(x)))(x)
 
@@ -235,7 +211,7 @@ def test_first_and_second_derivatives_match_finite_differences(name):
 
 
 @pytest.mark.usefixtures("x64")
-def test_sink_gradient_is_exact_as_that_of_an_appended_logit():
+def test_sink_gradient_is_of_an_appended_logit():
     x, c = jnp.asarray(_example((2, 3, 4, 5))), jnp.asarray(_example((2, 3, 4, 5), seed=4))
     where = jnp.asarray(_mask((2, 3, 4, 5)))
     sink = jnp.asarray(_example((3,), seed=5))
@@ -254,64 +230,48 @@ def test_sink_gradient_is_exact_as_that_of_an_appended_logit():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_keys_have_no_weights_and_several_axes_are_one_long_one(name):
-    for shape, axis in (((3, 0), -1), ((3, 0), 0), ((0, 3), 0), ((2, 0, 3), (0, 1))):
+def test_empty_axes_are_taken(name):
+    for shape, axis in (((3, 0), -1), ((3, 0), 0), ((2, 0, 3), (0, 1))):
         for where in (None, np.zeros(shape, bool)):
             assert jax.eval_shape(lambda x, a=axis, w=where: ALL[name](x, a, w), jnp.zeros(shape)).shape == shape
-    x, where, axes = _example(), _mask(), ((-2, -1), (0, 2), None)
-    values = jax.jit(lambda x, where: [[ALL[name](x, axis, mask) for mask in (None, where[:1])] for axis in axes])
-    for axis, found in zip(axes, values(jnp.asarray(x, jnp.float32), where), strict=True):
-        rows = tuple(i for i in range(3) if i not in ((0, 1, 2) if axis is None else [i % 3 for i in axis]))
-        order = (*rows, *(i for i in range(3) if i not in rows))
-
-        def one_row(a, rows=rows, order=order):
-            return np.transpose(a, order).reshape(*(a.shape[i] for i in rows), -1)
-
-        for mask, y in zip((True, where[:1]), found, strict=True):
-            full = np.broadcast_to(mask, x.shape)
-            np.testing.assert_allclose(one_row(y), oracle(name, one_row(x), one_row(full)), rtol=1e-5, atol=1e-7)
-
-
-# What is refused, and what is taken.
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_integer_logits_give_float_weights_and_numpy_arrays_are_taken(name):
-    x = np.array([[1, 2, -3]])
-    y = ALL[name](jnp.asarray(x)) if name != "sink" else softmax_with_sink(x, np.full((1, 1), SINK))
-    assert y.dtype == jnp.float32
-    np.testing.assert_allclose(y, oracle(name, x), rtol=1e-5)
-    taken = softmax_with_sink(x / 2, SINK) if name == "sink" else ALL[name](x / 2, where=x > 0)
-    assert isinstance(taken, jax.Array)
+def test_several_axes_are_one_long_axis(name):
+    x, where = _example().astype(np.float32), _mask()[:1]
+    expected = oracle(name, x.reshape(3, -1), np.broadcast_to(where, x.shape).reshape(3, -1))
+    np.testing.assert_allclose(
+        ALL[name](jnp.asarray(x), (-2, -1), where).reshape(3, -1), expected, rtol=1e-5, atol=1e-7
+    )
+    expected = oracle(name, x.ravel()).reshape(x.shape)
+    np.testing.assert_allclose(ALL[name](jnp.asarray(x), None), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
     ("normalizer", "problem"),
     [
         ("softmx", "softmx"),
-        *((n, f"n >= 0, got {n}") for n in (-0.5, np.nan, np.inf)),
+        (-0.5, "-0.5"),
+        (np.nan, "nan"),
         (jnp.zeros(3), r"\(3,\).*\(2,\)"),
         (jnp.zeros((1, 2)), r"\(1, 2\)"),
-        (None, "None.*softmax1"),
-        (True, "True.*a number"),
-        ([0.0, 0.0], r"array \[heads\]"),
+        (None, "None"),
+        (True, "True"),
+        ([0.0, 0.0], "array"),
     ],
 )
 def test_apply_normalizer_names_what_it_cannot_use(normalizer, problem):
     with pytest.raises(ValueError, match=problem):
         apply_normalizer(normalizer, jnp.zeros((1, 2, 3, 3)))
-    if isinstance(normalizer, float):
-        with pytest.raises(ValueError, match=problem):
-            softmax_n(jnp.zeros(3), normalizer)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_mask_of_numbers_is_refused(name):
-    with pytest.raises(ValueError, match="must be boolean"):
+    with pytest.raises(ValueError, match="boolean"):
         ALL[name](jnp.zeros((2, 3)), where=jnp.ones((2, 3), jnp.int32))
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((3,), -1), ((2, 3), -1), ((5, 1), -1), ((2, 1), 0), ((1, 2, 1), -1)])
-def test_a_sink_that_is_not_one_number_for_each_row_is_refused(shape, axis):
-    with pytest.raises(ValueError, match=r"a sink of shape .* for logits \(2, 3\); allowed"):
+@pytest.mark.parametrize(("shape", "axis"), [((3,), -1), ((2, 3), -1), ((2, 1), 0), ((1, 2, 1), -1)])
+def test_a_sink_is_one_number_for_each_row(shape, axis):
+    with pytest.raises(ValueError, match=r"sink of shape .*\(2, 3\)"):
         softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)

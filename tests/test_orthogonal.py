@@ -9,10 +9,9 @@ import pytest
 import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import quick_and_slow
 
-from orthojax.ops import orthogonal, rotary
-
-SIZES = (768, 1000, 1024, 1152, 1536, 1600, 2048, 3072)
+from orthojax.ops import orthogonal
 
 
 def dense(n):
@@ -22,7 +21,7 @@ def dense(n):
 
 @settings(max_examples=12)  # every size compiles anew
 @given(st.integers(2, 600))
-def test_any_size_is_orthogonal_in_float64_and_the_transpose_is_its_transpose(n):
+def test_any_size_is_orthogonal_in_float64(n):
     both = jax.jit(lambda x: [orthogonal.fixed_transform(x, 0, transpose=transpose) for transpose in (False, True)])
     with jax.enable_x64(True):
         matrix, transposed = map(np.asarray, both(np.eye(n)))
@@ -30,9 +29,7 @@ def test_any_size_is_orthogonal_in_float64_and_the_transpose_is_its_transpose(n)
     np.testing.assert_allclose(transposed, matrix.T, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "n", [3, 100, 768, 4099, *(pytest.param(n, marks=pytest.mark.slow) for n in (262, *SIZES) if n != 768)]
-)
+@pytest.mark.parametrize("n", quick_and_slow([3, 100, 768, 4099, 1152, 1600, 3072], [1152, 1600, 3072]))
 def test_float32_round_trip_and_length(n):
     x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
     transform = functools.partial(orthogonal.fixed_transform, axis=1)
@@ -44,15 +41,12 @@ def test_float32_round_trip_and_length(n):
     np.testing.assert_allclose(np.linalg.norm(np.asarray(there, np.float64), axis=1), norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "n", [2, 12, 20, 28, 160, 768, *(pytest.param(n, marks=pytest.mark.slow)
-          for n in (4, 24, 36, 40, 128, 240, 256, 640, 1024, 1280, 1536))]
-)  # fmt: skip
-def test_entries_have_equal_magnitude_where_hadamard_factors_exist(n):
+@pytest.mark.parametrize("n", quick_and_slow([2, 12, 20, 28, 160, 768, 1024, 1536], [1024, 1536]))
+def test_hadamard_factors_give_entries_of_one_magnitude(n):
     np.testing.assert_allclose(np.abs(dense(n)), 1 / np.sqrt(n), rtol=1e-14)
 
 
-def test_multiples_of_powers_of_two_split_into_hadamard_factors():
+def test_multiples_of_twelve_and_twenty_have_factors():
     for n in (m * 2**k for m, powers in ((1, range(1, 15)), (12, range(11)), (20, range(10))) for k in powers):
         sizes = orthogonal.factor_sizes(n)
         assert np.prod(sizes) == n
@@ -91,7 +85,7 @@ def test_every_axis_is_transformed_in_place(n, x64):
             np.testing.assert_allclose(got, want, atol=1e-12)
 
 
-def test_apply_matrix_is_an_einsum_with_one_matrix_for_each_slice(x64):
+def test_apply_matrix_is_an_einsum(x64):
     rng = np.random.default_rng(0)
     x, matrices = rng.standard_normal((2, 5, 3, 4)), rng.standard_normal((4, 2, 5, 5))
     for transpose, spec in ((False, "jiyz,izkj->iykj"), (True, "jizy,izkj->iykj")):
@@ -100,7 +94,7 @@ def test_apply_matrix_is_an_einsum_with_one_matrix_for_each_slice(x64):
 
 
 @pytest.mark.parametrize("n", [2, 7, 100])
-def test_haar_is_orthogonal_and_a_function_of_its_seed(n):
+def test_haar_is_an_orthogonal_function_of_its_seed(n):
     q = orthogonal.haar((0, 1, 2), n)
     assert np.abs(q.T @ q - np.eye(n)).max() < 1e-12
     np.testing.assert_array_equal(q, orthogonal.haar((0, 1, 2), n))
@@ -108,7 +102,7 @@ def test_haar_is_orthogonal_and_a_function_of_its_seed(n):
 
 
 def test_haar_has_the_moments_of_the_uniform_distribution():
-    """QR without the choice of signs has E[q_00] < 0; the uniform one has 0, and E[tr Q] = 0, E[(tr Q)^2] = 1."""
+    """Expects E[q_00] = 0 (QR without the choice of signs has less), E[tr Q] = 0 and E[(tr Q)^2] = 1."""
     draws = np.stack([orthogonal.haar((0, i), 4) for i in range(4000)])
     traces = np.trace(draws, axis1=1, axis2=2)
     assert abs(draws[:, 0, 0].mean()) < 0.04  # the standard error is 0.5 / sqrt(4000) = 0.008
@@ -117,7 +111,7 @@ def test_haar_has_the_moments_of_the_uniform_distribution():
 
 
 def _reference_hash(key, counter):
-    """The same mixer in Python integers."""
+    """Mixes in Python integers."""
 
     def mix(x):
         x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32
@@ -129,7 +123,7 @@ def _reference_hash(key, counter):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(1, 70))
-def test_hash_bits_are_a_function_of_key_and_counter(key, layer, n):
+def test_hash_bits_are_those_of_python_integers(key, layer, n):
     bits = orthogonal.hash_bits(key, [layer], n)
     assert bits.dtype == np.uint32
     assert bits[0].tolist() == [_reference_hash(key, (layer * n + i) % 2**32) for i in range(n)]
@@ -156,61 +150,12 @@ def test_permutations_are_permutations(key, n):
     np.testing.assert_array_equal(np.sort(rows, axis=-1), np.tile(np.arange(n), (2, 1)))
 
 
-# Rotary positions.
-
-
-def _rotated(x, positions, theta):
-    """Complex numbers in float64: pair (i, i + H/2) is one number that rotates."""
-    x = np.asarray(x, np.float64)
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-2.0 * np.arange(half) / x.shape[-1])
-    z = x[..., :half] + 1j * x[..., half:]
-    z = z * np.exp(1j * np.asarray(positions)[:, None, None] * frequencies)
-    return np.concatenate([z.real, z.imag], -1)
-
-
-def _x(shape=(2, 6, 3, 8), dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("theta", [10_000.0, 500.0])
-@pytest.mark.parametrize("shape", [(2, 6, 3, 8), (6, 1, 2), (2, 2, 6, 3, 4)])
-def test_rotary_rotates_complex_pairs_in_float64(shape, theta):
-    x, positions = _x(shape, jnp.float64), np.array([0, 1, 5, 2, 1000, 7])
-    y = rotary(x, jnp.asarray(positions), theta)
-    assert y.dtype == jnp.float64
-    np.testing.assert_allclose(y, _rotated(x, positions, theta), rtol=1e-10, atol=1e-12)
-
-
-def test_rotary_in_float32_agrees_with_float64_at_the_positions_of_training():
-    positions = np.arange(2042, 2048)
-    got = rotary(_x(), jnp.asarray(positions))
-    np.testing.assert_allclose(got, _rotated(_x(), positions, 1e4), atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_rotary_of_half_precision_is_computed_in_float32(dtype):
-    x, positions = _x(dtype=dtype), jnp.arange(1000, 1006)
-    y = rotary(x, positions)
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(y, rotary(x.astype(jnp.float32), positions).astype(dtype))
-
-
-def test_rotary_refuses_an_odd_width():
-    with pytest.raises(ValueError, match="even head width, got 5"):
-        rotary(jnp.zeros((1, 2, 1, 5)), jnp.arange(2))
-
-
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (lambda x: orthogonal.fixed_transform(x, 0, kind="dtc"), "'dtc'; allowed: 'hadamard', 'dct'"),
-        (lambda x: orthogonal.fixed_transform(x, -1), "axis=-1 of float32 .4, 1, 2.; allowed: 0 to 2"),
+        (lambda x: orthogonal.fixed_transform(x, 0, kind="dtc"), "'dtc'"),
+        (lambda x: orthogonal.fixed_transform(x, -1), "axis=-1"),
         (lambda x: orthogonal.fixed_transform(x.astype(int), 0, kind="dct"), "int32"),
-        (lambda x: rotary(x, jnp.arange(5)), r"positions \(5,\); allowed: \[..., T, heads, H\] and \[T\]"),
-        (lambda x: rotary(x, jnp.zeros((1, 4))), r"positions \(1, 4\)"),
-        (lambda x: rotary(x, jnp.arange(4), -1.0), "theta=-1.0; allowed: a positive number"),
     ],
 )
 def test_arguments_without_a_meaning_are_refused(call, problem):

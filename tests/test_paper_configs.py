@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from orthojax.config import Config, replace
-from orthojax.errors import UserError
+from orthojax.config import replace
 from orthojax.experiments.base import config
-from orthojax.experiments.from_attention import models, paper_tables
-from orthojax.experiments.from_attention.tables import TABLE6
+from orthojax.experiments.from_attention import models, tables
+from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.model import parameter_count
-from orthojax.train import estimate
+from orthojax.train import model_flops_per_token
 
 FOLDER = Path(__file__).parent.parent / "configs/paper"
 NOTES = {path.stem: runpy.run_path(str(path))["__doc__"] for path in FOLDER.glob("*.py")}
@@ -28,16 +27,16 @@ STATED = {
 }
 
 
-def test_the_folder_has_these_files_and_no_others():
-    assert NOTES.keys() == STATED.keys()
+def tokens_of(run):
+    return run.train.steps * run.train.batch_size * run.data.sequence_length
 
 
-@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("name", STATED | NOTES)
 def test_settings_are_those_that_the_paper_states(name):
     run, (parameters, steps, warmup, billions) = config(f"paper/{name}"), STATED[name]
     assert abs(parameter_count(run.model) / parameters - 1.0) < 0.1
     assert (run.train.steps, run.optim.warmup_steps, run.train.batch_size) == (steps, warmup, 512)
-    assert round(estimate(run).tokens / 1e9) == billions
+    assert round(tokens_of(run) / 1e9) == billions
     assert (run.data.sequence_length, run.eval.sequences) == (256, 100_000)
     assert run.optim.learning_rate == (0.2 if name.endswith("sgd") else 1e-3)
     assert (run.model.norm, run.model.use_bias) == ("rmsnorm_single", False)
@@ -46,17 +45,14 @@ def test_settings_are_those_that_the_paper_states(name):
     assert [run.mesh_sizes(devices) for devices in (8, 64, 256)] == [(n, 1, 1) for n in (8, 64, 256)]
 
 
-def test_vanilla_and_cured_are_changes_of_every_model():
+def test_runs_of_tables_are_changes_of_these():
     runs = models.grid("paper", methods=("vanilla", "cured"))
     for model in models.MODELS:
         assert runs[f"{model}_vanilla"] == config(f"paper/{model}")
         cured = runs[f"{model}_cured"]
         assert (cured.model.normalizer, cured.optim.optimizer) == ("softmax1", "orthoadam")
-
-
-def test_longer_sequences_fit_the_position_table():
-    for run in TABLE6.runs_at("paper").values():
-        assert run.data.sequence_length <= run.model.max_length
+    for scale in models.SCALES:
+        assert all(of.data.sequence_length <= of.model.max_length for of in tables.TABLE6.runs_at(scale).values())
 
 
 def of_note(name):
@@ -66,81 +62,35 @@ def of_note(name):
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_notes_show_the_numbers_of_the_tables(name):
+def test_notes_show_flags_numbers_of_tables_and_hours(name):
     shown = sorted(number for numbers in of_note(name).values() for number in numbers)
-    paper = {
-        row: printed | paper_tables.TABLE_3.get(row, {})
-        for row, printed in (paper_tables.TABLE_2 | paper_tables.TABLE_6).items()
-    }
-    of_file = [printed for row, printed in paper.items() if row.startswith(name)]
+    rows = {row: of | paper.TABLE_3.get(row, {}) for row, of in (paper.TABLE_2 | paper.TABLE_6).items()}
+    of_file = [printed for row, printed in rows.items() if row.startswith(name)]
     if name.startswith("ablation"):
         is_sgd = name.endswith("sgd")
-        of_file = [of for row, of in paper_tables.TABLE_5.items() if row.startswith("sgd") == is_sgd]
+        of_file = [of for row, of in paper.TABLE_5.items() if row.startswith("sgd") == is_sgd]
     assert shown == sorted(number for printed in of_file for number in printed.values())
-
-
-@pytest.mark.parametrize("name", STATED)
-def test_flags_of_notes_are_read_and_hours_follow(name):
     for flags in of_note(name):
         changes = dict(flag.removeprefix("--config.").split("=") for flag in flags.split() if flag[0] == "-")
         run = replace(config(f"paper/{name}"), changes)
         assert (run == config(f"paper/{name}")) == (not changes)
-        hours = estimate(run).hours("NVIDIA H200", mfu=0.35)
+        flops = tokens_of(run) * model_flops_per_token(run.model, run.data.sequence_length)
+        hours = flops / (0.35 * 989e12) / 3600  # at 35% of the peak of an H200
         assert re.search(rf"{re.escape(flags)}\n.* \| {hours:.3g} h$", NOTES[name], re.MULTILINE)
 
 
-def test_rows_of_the_ablation_are_the_papers():
+def test_rows_of_the_ablation_are_what_their_names_say():
     runs = models.ablation("paper")
-    assert list(runs) == list(paper_tables.TABLE_5)
-    S, R, L = "rmsnorm_single", "rmsnorm", "layernorm"
-    assert [
-        (r.model.use_bias, r.model.position, r.model.norm, r.optim.optimizer, r.optim.momentum, r.model.normalizer)
-        for r in runs.values()
-    ] == [
-        (True, "learned", L, "adam", 0.0, "softmax"),
-        (False, "learned", L, "adam", 0.0, "softmax"),
-        (False, "none", L, "adam", 0.0, "softmax"),
-        (False, "rotary", L, "adam", 0.0, "softmax"),
-        (False, "learned", L, "adam", 0.0, "softmax1"),
-        (False, "learned", R, "adam", 0.0, "softmax1"),
-        (False, "learned", S, "adam", 0.0, "softmax1"),
-        (False, "learned", S, "rmsprop", 0.0, "softmax1"),
-        (False, "learned", S, "sgd", 0.9, "softmax1"),
-        (False, "learned", S, "sgd", 0.0, "softmax1"),
-        (False, "learned", S, "orthoadam", 0.0, "softmax1"),
-        (False, "learned", S, "orthoadam", 0.0, "softmax"),
-        (False, "learned", R, "orthoadam", 0.0, "softmax1"),
-        (False, "learned", L, "orthoadam", 0.0, "softmax1"),
-    ]
+    assert list(runs) == list(paper.TABLE_5)
+    for name, run in runs.items():
+        optimizer = run.optim.optimizer + "_momentum" * (run.optim.momentum > 0)
+        parts = (optimizer, run.model.norm, run.model.position, "biases" * run.model.use_bias, run.model.normalizer)
+        assert name == "_".join(filter(None, parts))
     assert runs["sgd_momentum_rmsnorm_single_learned_softmax1"] == config("paper/ablation_130m_sgd")
 
 
-@pytest.mark.parametrize(
-    ("row", "coarse", "fine"),
-    [
-        (paper_tables.TABLE_3["gpt2_350m_vanilla"], 36.12, 0.13),
-        (paper_tables.TABLE_3["llama2_130m_cured"], 3.54, 0.07),
-        (paper_tables.TABLE_6["gpt2_60m_512_cured"], 0.53, 0.07),  # two rows of the print change places
-        (paper_tables.TABLE_6["gpt2_130m_1024_cured"], 0.41, 0.07),  # 22.87, where the print has 23.87
-    ],
-)
-def test_differences_of_perplexities_are_those_that_the_paper_prints(row, coarse, fine):
+@pytest.mark.parametrize(("name", "coarse", "fine"), [("gpt2_60m_512", 0.53, 0.07), ("gpt2_130m_1024", 0.41, 0.07)])
+def test_corrected_misprints_have_the_differences_of_the_print(name, coarse, fine):
+    row = paper.TABLE_6[f"{name}_cured"]
     assert row["perplexity_int8_coarse"] - row["perplexity"] == pytest.approx(coarse, abs=1e-6)
     assert row["perplexity_int8_fine"] - row["perplexity"] == pytest.approx(fine, abs=1e-6)
-
-
-def test_an_estimate_is_the_closed_form():
-    run = estimate(config("paper/gpt2_130m"))
-    d, L, T, V = 768, 12, 256, 50_304
-    assert run.parameters == V * d + 1024 * d + L * (12 * d * d + 2) + 1
-    assert run.tokens_per_step == 131_072
-    assert run.tokens == 320_000 * 131_072
-    assert run.flops == run.tokens * (6 * (L * 12 * d * d + V * d) + 6 * L * T * d)
-    # At the peak of one device for its seconds.
-    assert run.hours("NVIDIA H200", mfu=1.0) == pytest.approx(run.flops / 989e12 / 3600)
-    assert run.hours("NVIDIA H200", 8, mfu=0.25) == pytest.approx(run.hours("NVIDIA H200", mfu=1.0) / 2)
-
-
-def test_hours_of_a_device_without_a_known_peak_are_refused():
-    with pytest.raises(UserError, match="NVIDIA H20"):
-        estimate(Config()).hours("NVIDIA H20", mfu=0.4)

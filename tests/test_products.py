@@ -1,4 +1,4 @@
-"""Products with kernels: equal to NumPy's in float64; on a CPU each gradient contracts one axis too."""
+"""Products with kernels: equal to NumPy's in float64; on a CPU each gradient contracts one axis."""
 
 import jax
 import jax.numpy as jnp

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
+from thinned import quick_and_slow
+from tiny_run import drawn_params
 
 from orthojax import quant
 from orthojax.errors import UserError
 from orthojax.model import Transformer, gpt2, llama2, parameter_shapes
 from orthojax.model import linear as model_linear
-from orthojax.ops.quantize import Quantized, absmax, dequantize, quantize, zeropoint
+from orthojax.ops.quantize import Quantized, dequantize
 from orthojax.quant import QuantizationSetting, integer_linear, integer_params, quantized_linear
 
 RNG = np.random.default_rng(0)
@@ -27,15 +29,11 @@ ALL = {
     "groups_of_odd_size": QuantizationSetting(4, "absmax", "output_channel", "tensor", group_size=1),
     **quant.MORE_SETTINGS,
 }
-QUICK = {*quant.SETTINGS, "zeropoint_groups"}
-
-
-def slow_unless(quick, names):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+SLOW = ("zeropoint_tensors", "groups_of_odd_size", *quant.MORE_SETTINGS)
 
 
 def rounded(x, scheme, bits, axes):
-    """(whole numbers, step) in float64, from the equations."""
+    """Returns (whole numbers, step) in float64, from the equations."""
     if scheme == "absmax":
         step = np.abs(x).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
         return np.round(x / step).astype(np.int64), step
@@ -46,7 +44,7 @@ def rounded(x, scheme, bits, axes):
 
 
 def reference(x, kernel, bias, setting):
-    """y = sum_g s_x s_w (sum_i q_x q_w) + bias, the inner sums in int64 where the step of an input leaves them."""
+    """Computes y = sum_g s_x s_w (sum_i q_x q_w) + bias, the inner sums in int64 if inputs are integers."""
     features, outputs = kernel.shape
     groups, bits = features // (setting.group_size or features), setting.activation_bits or setting.bits
     axes = (0, 1, 2) if setting.weights == "tensor" else 1
@@ -69,7 +67,7 @@ def reference(x, kernel, bias, setting):
 
 
 def on_integers(setting, x, kernel, bias):
-    """The stored kernel, the product on integers, and its simulation: one program each for the first and the rest."""
+    """Returns the stored kernel, the product on integers, and its simulation."""
     stored = integer_params({"mlp": {"kernel": kernel}}, setting)["mlp"]["kernel"]
     assert isinstance(stored, Quantized)
     integer, simulated = integer_linear(setting), quantized_linear(setting)
@@ -77,18 +75,8 @@ def on_integers(setting, x, kernel, bias):
     return stored, *products(x, kernel, stored, bias)
 
 
-def test_the_settings_by_name():
-    assert {name: dataclasses.astuple(setting)[:5] for name, setting in quant.SETTINGS.items()} == {
-        "int8_fine": (8, "absmax", "output_channel", "feature", None),
-        "int8_fine_per_token": (8, "absmax", "output_channel", "token", None),
-        "int8_moderate": (8, "absmax", "tensor", "tensor", None),
-        "int8_coarse": (8, "absmax", "tensor", "tensor", "tensor"),
-        "int4_zeropoint": (4, "zeropoint", "output_channel", None, None),
-    }
-
-
-@pytest.mark.parametrize("name", slow_unless(QUICK, ALL))
-def test_every_setting_is_its_definition_on_integers_and_simulated(name, x64):
+@pytest.mark.parametrize("name", quick_and_slow(ALL, SLOW))
+def test_settings_are_their_definition_on_integers_and_simulated(name, x64):
     setting, x, kernel = ALL[name], jnp.asarray(X), jnp.asarray(KERNEL)
     bias = None if name in ("w4a8", "int8_moderate", "int8_fine") else BIAS
     given = None if bias is None else jnp.asarray(bias)
@@ -104,7 +92,7 @@ def test_every_setting_is_its_definition_on_integers_and_simulated(name, x64):
 
 
 def operands(jaxpr):
-    """(operand dtypes, result dtype) of every product of a program, those inside its loops too."""
+    """Yields (operand dtypes, result dtype) of every product of a program and of its loops."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield tuple(str(v.aval.dtype) for v in equation.invars), str(equation.outvars[0].aval.dtype)
@@ -114,7 +102,7 @@ def operands(jaxpr):
                 yield from operands(inner)
 
 
-def test_the_products_are_of_int8_with_int32_sums_and_floats_only_where_inputs_are():
+def test_products_of_int8_have_int32_sums():
     x, kernel = jnp.asarray(X, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
     for name in ON_INTEGERS:
         setting = ALL[name]
@@ -135,10 +123,7 @@ def test_sums_are_exact_beyond_float32():
 
 
 # qwix has bounds of 127.5 and 7.5, ours are 127 and 7.
-@pytest.mark.parametrize(
-    ("bits", "qtype", "bound"),
-    [pytest.param(8, jnp.int8, 127.5 / 127, marks=pytest.mark.slow), (4, jnp.int4, 7.5 / 7)],
-)
+@pytest.mark.parametrize(("bits", "qtype", "bound"), [(8, jnp.int8, 127.5 / 127), (4, jnp.int4, 7.5 / 7)])
 def test_kernels_and_products_agree_with_qwix(bits, qtype, bound):
     x, kernel = jnp.asarray(X[0], jnp.float32), jnp.asarray(KERNEL, jnp.float32)
     setting = QuantizationSetting(bits, "absmax", "output_channel", "token", activation_bits=8)
@@ -161,35 +146,6 @@ def test_kernels_and_products_agree_with_qwix(bits, qtype, bound):
 # What integers stand for.
 
 
-@pytest.mark.parametrize("scheme", ["absmax", "zeropoint"])
-@pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
-def test_integers_are_the_fake_quantised_values_and_lie_where_they_may(scheme, bits):
-    function = {"absmax": absmax, "zeropoint": zeropoint}[scheme]
-
-    @jax.jit
-    def both(x):
-        q = quantize(x, scheme, bits, 0)
-        return q.qvalue, dequantize(q), function(x, bits, 0)
-
-    integers, values, expected = map(np.asarray, both(jnp.asarray(KERNEL, jnp.float32)))
-    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
-    assert integers.dtype == np.int8
-    assert integers.min() == (-(2 ** (bits - 1)) if scheme == "zeropoint" else 1 - 2 ** (bits - 1))
-    assert integers.max() == 2 ** (bits - 1) - 1
-
-
-def test_degenerate_slices_keep_their_values():
-    x = jnp.array([[0.0, 0.0, 0.0], [2.5, 2.5, 2.5], [-3.0, -3.0, -3.0], [1.0, 0.0, -2.0], [jnp.inf, 1.0, 0.0]])
-    for scheme, function in (("absmax", absmax), ("zeropoint", zeropoint)):
-        both = jax.jit(lambda x, s=scheme, f=function: (dequantize(quantize(x, s, 4, 1)), f(x, 4, 1)))
-        values, expected = map(np.asarray, both(x))
-        np.testing.assert_allclose(values[:4], expected[:4], rtol=1e-6)
-        assert np.isnan(values[4]).any()
-        assert not np.isnan(values[:4]).any()
-    with pytest.raises(ValueError, match="does not fit into int8"):
-        quantize(x, "absmax", 9)
-
-
 # Simulated layers and trees.
 
 
@@ -208,7 +164,7 @@ def test_an_outlier_channel_hurts_per_tensor_steps_only():
 
 
 @pytest.mark.parametrize("outputs", [None, "tensor"])
-def test_float_features_are_the_largest_and_no_part_of_any_scale(outputs):
+def test_float_features_are_no_part_of_scales(outputs):
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(8, 5)).astype(np.float32)
     x[:, [2, 5]] *= 1000
@@ -236,7 +192,7 @@ def test_float_features_are_the_largest_and_no_part_of_any_scale(outputs):
         dataclasses.replace(setting, float_features=-1)
 
 
-def test_include_is_a_path_rule_that_leaves_the_head_float():
+def test_include_leaves_the_head_float():
     x, kernel = jnp.asarray(X, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
 
     def is_quantized(path, **include):
@@ -251,8 +207,7 @@ def test_include_is_a_path_rule_that_leaves_the_head_float():
     assert not is_quantized("layers/attention/query", include="mlp/")
 
 
-@pytest.mark.slow
-def test_a_float_head_is_the_models_own_in_half_precision():
+def test_a_float_head_is_that_of_the_model():
     x, kernel = (jnp.asarray(RNG.normal(size=shape), jnp.bfloat16) for shape in ((3, 8), (8, 5)))
     expected = model_linear(x, kernel, None, "head")
     assert expected.dtype == jnp.float32  # logits are not rounded
@@ -262,7 +217,7 @@ def test_a_float_head_is_the_models_own_in_half_precision():
         assert quantized_linear(setting)(x, kernel, None, "mlp/input").dtype == jnp.bfloat16
 
 
-def test_params_are_quantized_by_path_with_stacked_kernels_apart():
+def test_params_are_quantized_by_path_and_layer():
     stacked = np.stack([KERNEL, 100 * KERNEL[::-1]]).astype(np.float32)
     params = {"layers": {"dense": {"kernel": stacked, "bias": BIAS}}, "embed": {"embedding": KERNEL}}
     for setting, axes, rtol in (
@@ -283,9 +238,7 @@ REFUSED = [
     (lambda: integer_linear(quant.INT8_FINE), "int8_fine_per_token"),
     (lambda: integer_params(PARAMS, QuantizationSetting(16, "absmax", "tensor", "tensor")), "bits=16"),
     (lambda: integer_params(PARAMS, GROUPS_OF_48), "group_size"),
-    (lambda: integer_linear(QuantizationSetting(8, "zeropoint", "tensor", "tensor")), "zeropoint"),
     (lambda: quantized_linear(GROUPS_OF_48)(jnp.asarray(X), jnp.asarray(KERNEL), None, "mlp/kernel"), "group_size=48"),
-    (lambda: quant.quantize_params(PARAMS, GROUPS_OF_48, "kernel"), "group_size=48"),
     (lambda: quantized_linear(quant.INT8_FINE, include="("), "include"),
     (lambda: quant.quantize_params(PARAMS, quant.INT8_FINE, "kernel"), "activations"),
     (lambda: quant.quantize_params(PARAMS, quant.INT4_ZEROPOINT, "weight"), "weight"),
@@ -294,10 +247,9 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "absmax", "tensor", group_size=8), "group_size=8"),
     (lambda: QuantizationSetting(4, "absmax", "tensor", activation_bits=1), "activation_bits=1 "),
     (lambda: QuantizationSetting(8, "absmax", "tensor", "tokens"), "inputs='tokens'"),
-    (lambda: QuantizationSetting(8.5, "absmax", "tensor"), "bits=8.5"),
     (lambda: QuantizationSetting(4, "zeropoint", "output_channel", activation_bits=8), "activation_bits=8"),
     (lambda: QuantizationSetting(4, "zeropoint", "output_channel", float_features=1), "float_features=1"),
-    (lambda: quant.setting_named("w4a8_group46"), "did you mean 'w4a8_group64'"),
+    (lambda: quant.setting_named("w4a8_group46"), "w4a8_group64"),
 ]
 
 
@@ -310,8 +262,8 @@ def test_settings_that_say_nothing_are_refused():
 # A whole model.
 
 
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_every_layer_of_a_model_on_integers_is_its_simulation_with_stacked_kernels_apart(scan):
+@pytest.mark.parametrize("scan", quick_and_slow([True, False], [False]))
+def test_a_model_on_integers_is_its_simulation(scan):
     sizes = {"d_model": 64, "num_layers": 2, "num_heads": 2, "d_mlp": 64, "vocab_size": 50, "scan_layers": scan}
     config = llama2("tiny", **sizes) if scan else gpt2("tiny", **sizes, max_length=8)
     setting = quant.setting_named("w4a8")
@@ -360,3 +312,65 @@ def test_every_layer_of_a_model_on_integers_is_its_simulation_with_stacked_kerne
     assert np.isfinite(compared).all()
     assert np.isfinite(seen).all()
     assert np.max(np.abs(compared - plain)) > 1e-3 * np.max(np.abs(plain))
+
+
+# Static scales of activations.
+
+LLAMA = llama2("tiny", num_layers=2, d_model=16, num_heads=2, d_mlp=24, vocab_size=32, max_length=8,
+               scan_layers=False)  # fmt: skip
+IDS = np.random.default_rng(0).integers(0, 32, (3, 8))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return drawn_params(LLAMA)
+
+
+def test_the_largest_values_of_every_layer_are_kept(params):
+    seen = {}
+
+    def linear(x, kernel, bias, path):
+        seen[path] = np.asarray(x), np.asarray(x) @ np.asarray(kernel)
+        return jnp.asarray(seen[path][1])
+
+    Transformer(LLAMA, linear=linear, linear_head=True).apply({"params": params}, IDS)  # not traced
+    found = quant.calibrate(Transformer(LLAMA), params, IDS)
+    assert found.inputs.keys() == found.outputs.keys() == seen.keys()
+    assert "layers_1/mlp/gate" in seen
+    assert "head" in seen
+    for path, (x, y) in seen.items():
+        assert float(found.inputs[path]) == pytest.approx(np.abs(x).max(), rel=1e-5)
+        assert float(found.outputs[path]) == pytest.approx(np.abs(y).max(), rel=1e-5)
+
+
+@pytest.mark.parametrize("setting", [quant.INT8_MODERATE, quant.INT8_COARSE])
+@pytest.mark.parametrize("peak", [2.0, 8.0])
+def test_a_layer_is_its_definition_in_float64(setting, peak):
+    rng = np.random.default_rng(1)
+    x, kernel, bias = rng.normal(size=(5, 16)) * 2, rng.normal(size=(16, 9)), rng.normal(size=9)
+    assert 2.0 < np.abs(x).max() < 8.0
+    calibration = quant.Calibration({"a": jnp.float32(peak)}, {"a": jnp.float32(6.0)})
+
+    def on_scale(values, largest):
+        return np.clip(np.round(values / (largest / 127)), -127, 127) * (largest / 127)
+
+    wanted = on_scale(x, peak) @ on_scale(kernel, np.abs(kernel).max()) + bias
+    if setting.outputs:
+        wanted = on_scale(wanted, 6.0)
+    with jax.enable_x64(True):
+        found = quant.static_linear(setting, calibration)(*map(jnp.asarray, (x, kernel, bias)), "a")
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+
+
+def test_what_has_no_static_scales_is_refused(params):
+    scanned = Transformer(dataclasses.replace(LLAMA, scan_layers=True))
+    with pytest.raises(UserError, match="scanned"):
+        quant.calibrate(scanned, params, IDS)
+    for setting in (quant.INT8_FINE, quant.INT4_ZEROPOINT, dataclasses.replace(quant.INT8_COARSE, float_features=1)):
+        with pytest.raises(UserError, match="static scales"):
+            quant.static_linear(setting, quant.Calibration({}, {}))
+    x = jnp.ones((2, 2))
+    with pytest.raises(UserError, match="no scale of b"):
+        quant.static_linear(quant.INT8_COARSE, quant.Calibration({}, {}))(x, x, None, "b")
+    still = quant.static_linear(quant.INT8_MODERATE, quant.Calibration({"a": jnp.float32(0)}, {}))
+    np.testing.assert_array_equal(still(jnp.zeros((1, 2)), jnp.ones((2, 1)), None, "a"), 0.0)  # a layer without input

@@ -57,18 +57,46 @@ def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_a_scale_multiplies_rotated_channels_only():
-    x = np.random.default_rng(0).normal(size=(5, 2, 6))
-    with jax.enable_x64(True):
-        options = {"positions": jnp.arange(5), "frequencies": jnp.array([1.0, 0.1])}
-        once, twice = (np.asarray(rotary(jnp.asarray(x), scale=scale, **options)) for scale in (1.0, 2.0))
-    np.testing.assert_allclose(twice[..., :4], 2 * once[..., :4], rtol=1e-12)
-    np.testing.assert_array_equal(twice[..., 4:], x[..., 4:])
-    z = (x[..., :2] + 1j * x[..., 2:4]) * np.exp(1j * np.outer(np.arange(5), [1.0, 0.1]))[:, None]
-    np.testing.assert_allclose(once[..., :4], np.concatenate([z.real, z.imag], -1), rtol=1e-12)
+def turned(x, positions, frequencies):
+    """Rotates pairs (i, i + H/2) of the first channels as complex numbers, in float64."""
+    x, half = np.asarray(x, np.float64), len(frequencies)
+    z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * np.outer(positions, frequencies))[:, None]
+    return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("theta", [10_000.0, 500.0])
+@pytest.mark.parametrize("shape", [(2, 6, 3, 8), (2, 2, 6, 3, 4)])
+def test_pairs_of_channels_rotate(shape, theta):
+    x, positions = np.random.default_rng(0).normal(size=shape), np.array([0, 1, 5, 2, 1000, 7])
+    expected = turned(x, positions, plain(shape[-1], theta))
+    np.testing.assert_allclose(rotary(jnp.asarray(x), jnp.asarray(positions), theta), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_scale_multiplies_rotated_channels_only(x64):
+    x, frequencies = np.random.default_rng(0).normal(size=(5, 2, 6)), np.array([1.0, 0.1])
+    got = rotary(jnp.asarray(x), jnp.arange(5), frequencies=jnp.asarray(frequencies), scale=2.0)
+    expected = turned(x, np.arange(5), frequencies) * np.array([2, 2, 2, 2, 1, 1])
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+def test_half_precision_is_rotated_in_float32():
+    x, positions = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 3, 8)), jnp.bfloat16), jnp.arange(1000, 1006)
+    expected = rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(rotary(x, positions), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [((jnp.arange(5),), r"positions \(5,\)"), ((jnp.arange(4), -1.0), r"theta=-1\.0")]
+)
+def test_unfit_positions_and_theta_are_refused(arguments, name):
+    with pytest.raises(ValueError, match=name):
+        rotary(jnp.zeros((4, 1, 2)), *arguments)
+    with pytest.raises(ValueError, match="width"):
+        rotary(jnp.zeros((4, 1, 5)), jnp.arange(4))
 
 
 def test_yarn_refuses_a_base_that_gives_no_wavelengths():
-    with pytest.raises(ValueError, match=r"theta=1\.0; allowed: above 1"):
+    with pytest.raises(ValueError, match=r"theta=1\.0"):
         yarn_frequencies(8, 1.0, 4.0, 64)
     assert yarn_mscale(1.0, 0.707) == 1.0

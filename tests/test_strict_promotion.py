@@ -1,9 +1,6 @@
 """Every function on arrays of ops, analysis and quant in one dtype, under JAX's strict rules for mixing dtypes."""
 
-import inspect
 import itertools
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +16,10 @@ B, N, T, D = 2, 2, 4, 8
 HIDDEN, WEIGHTS, HEADS, KERNEL = (B, T, D), (B, N, T, T), (B, T, N, D), (D, D)
 IDS, LENGTHS = np.zeros((B, T), np.int32), np.full(B, T, np.int32)
 MASK, IS_TRIGGER = np.ones((B, 1, T, T), bool), np.zeros((B, T), bool)
-TOKENS = np.arange(B * T).reshape(B, T) % 3
 HIDES = {"mask": MASK, "is_causal": True, "local_window_size": 2}
 HIDES |= {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
-NORMALIZERS = {
-    "softmax": "softmax",
-    "softmax1": "softmax1",
-    "relu": "relu",
-    "gelu": "gelu",
-    "sigmoid": "sigmoid",
-    "n": 0.5,
-}
-NORMALIZERS |= {"clipped": ClippedSoftmax(), "learned sink": None}  # of the dtype of the query
+NORMALIZERS = {name: name for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid")}
+NORMALIZERS |= {"n": 0.5, "clipped": ClippedSoftmax(), "learned sink": None}  # of the dtype of the query
 
 
 def attend(name, implementation):
@@ -59,20 +48,6 @@ def linear(setting):
     return function, HIDDEN, (D, 6), (6,)
 
 
-def taps(residual, weights, norms):
-    values = {"residual": residual, "post_attention": residual, "attention_weights": weights}
-    values |= {"residual_before": residual, "head_norms": norms}
-    visible = jnp.ones((1, 1, *weights.shape[-2:]), bool)
-    return SimpleNamespace(**values, attention_logits=weights, value_norms=norms, visible=visible)
-
-
-def observed(residual, weights, norms, basis):
-    seen = taps(residual, weights, norms)
-    language_model = analysis.observe_language_model(seen, post_attention=True, basis=basis)
-    backcopy = analysis.observe_backcopy(IS_TRIGGER, tokens=TOKENS, vocab_size=3)(seen)
-    return analysis.combine(language_model, language_model), backcopy
-
-
 def scheme(x):
     integers = [quantize.dequantize(quantize.quantize(x, name, 8)) for name in ("absmax", "zeropoint")]
     return quantize.absmax(x), quantize.zeropoint(x), integers
@@ -83,14 +58,13 @@ CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))
 for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax"):
     CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
-for name in ("kurtosis_first", "kurtosis_rest", "kurtosis_pooled", "max_abs_first", "max_abs_rest"):
-    CASES[name] = (getattr(analysis, name), HIDDEN)
-for name in ("max_abs_first_maximum", "max_abs_rest_maximum", "norm_ratio_first", "norm_ratio_rest"):
-    CASES[name] = (getattr(analysis, name), HIDDEN)
-for name in ("residual_norm_first", "residual_norm_rest", "value_norm_first", "value_norm_rest"):
-    CASES[name] = (getattr(analysis, name), HIDDEN)
-for name in ("fraction", "mass", "mass_by_head"):
-    CASES[f"first_attention_{name}"] = (getattr(analysis, f"first_attention_{name}"), WEIGHTS)
+OF_HIDDEN = """
+    kurtosis_first kurtosis_rest kurtosis_pooled max_abs_first max_abs_rest max_abs_first_maximum max_abs_rest_maximum
+    norm_ratio_first norm_ratio_rest residual_norm_first residual_norm_rest value_norm_first value_norm_rest
+""".split()
+OF_WEIGHTS = [f"first_attention_{name}" for name in ("fraction", "mass", "mass_by_head")]
+CASES |= {name: (getattr(analysis, name), HIDDEN) for name in OF_HIDDEN}
+CASES |= {name: (getattr(analysis, name), WEIGHTS) for name in OF_WEIGHTS}
 for name in ("sink_attention", "sink_attention_rest", "sink_logit_gap"):
     CASES[name] = (lambda w, name=name: getattr(analysis, name)(w, IS_TRIGGER), WEIGHTS)
 for name in ("backcopy_risk_nats", "bigram_excess_risk_nats", "observe_backcopy_risks"):
@@ -116,15 +90,14 @@ CASES |= {
     "kurtosis": (ops.kurtosis, HIDDEN),
     "norm_ratio": (ops.norm_ratio, HIDDEN),
     "sink_rate": (analysis.sink_rate, (3, N)),
-    "observe": (observed, HIDDEN, WEIGHTS, (B, N, T), (D, D)),
     "schemes": (scheme, KERNEL),
     "quantize_params": (lambda x: quant.quantize_params({"kernel": x}, quant.INT4_ZEROPOINT, "kernel"), KERNEL),
     "apply_matrix": (lambda x, m: orthogonal.apply_matrix(x, m, 1), KERNEL, KERNEL),
 }  # fmt: skip
 for kind, size in itertools.product(("hadamard", "dct"), (8, 12, 30, 131, 1040)):
     CASES[f"{kind} of {size}"] = (lambda x, kind=kind: orthogonal.fixed_transform(x, 1, kind=kind), (2, size))
+# Nobody needs their derivatives.
 FLAT = {"schemes", "quantize_params", "relaxed mask", *(name for name in CASES if name.startswith("linear"))}
-"""Without a derivative that anyone needs."""
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
@@ -156,10 +129,3 @@ def test_rotation_of_bfloat16_mixes_no_dtypes(kind):
 
     with jax.numpy_dtype_promotion("strict"):
         assert jax.eval_shape(there_and_back, params) == params
-
-
-def test_every_function_on_arrays_is_covered():
-    source = Path(__file__).read_text()
-    for name in ops.__all__:
-        if inspect.isfunction(getattr(ops, name)) and name not in ("forbid_fallback", "positions_at_once"):
-            assert name in source, name

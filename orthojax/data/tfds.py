@@ -60,7 +60,6 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     Raises:
       UserError: If the metadata, the split, a file or the feature is missing or invalid.
     """
-    from etils import epath
     from google.protobuf.json_format import ParseError
     from tensorflow_datasets.core import dataset_info, naming
     from tensorflow_datasets.core.splits import SplitDict
@@ -69,7 +68,8 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     try:
         info = dataset_info.read_proto_from_builder_dir(folder)
         file_format = info.file_format or "tfrecord"
-        template = naming.ShardedFileTemplate(epath.Path(folder), dataset_name=info.name, filetype_suffix=file_format)
+        home: Any = folder  # TFDS asks for a type of its own
+        template = naming.ShardedFileTemplate(home, dataset_name=info.name, filetype_suffix=file_format)
         splits = SplitDict.from_proto(info.splits, template)
     except (ParseError, ValueError) as error:
         problem = f"{folder} does not describe a data set of TFDS: {str(error)[:200]}"

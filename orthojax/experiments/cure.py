@@ -4,7 +4,6 @@ from typing import Any
 
 from orthojax.experiments.claims import (
     FIRST,
-    MAX_FIRST,
     NO_OUTLIERS,
     OUTLIERS,
     PPL,
@@ -50,9 +49,3 @@ def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim
 def loses_less(setting: str, says: str, after: str, before: str, **more: Any) -> Claim:
     """Returns the claim that a variant loses less to quantisation, testable if it costs either 0.5%."""
     return Claim(says, lost(setting)[after] < lost(setting)[before], either_loses(setting, before, after), **more)
-
-
-def largest_shrink(after: str, before: str) -> Expr:
-    """Returns whether the largest activations shrink by a third, of the first token and of others."""
-    rest = Metric("max_abs_rest")
-    return (MAX_FIRST[after] < 0.67 * MAX_FIRST[before]) & (rest[after] < 0.67 * rest[before])

@@ -145,7 +145,10 @@ def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
         print(f"{study.name}: seed {seed}", file=sys.stderr, flush=True)
         path.parent.mkdir(exist_ok=True)
         with jax.enable_x64(True):
-            rows = [row._asdict() | {"metrics": finite(row.metrics)} for row in study.rows(seed)]
+            rows = [
+                row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
+                for row in study.rows(seed)
+            ]
         write_text(path, json.dumps({"rows": rows}) + "\n")
     return [{"variant": row["variant"], "seed": seed, **row} for row in read_json(path, "computed rows")["rows"]]
 

@@ -207,7 +207,7 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
     decided when the program is lowered. CPU: butterflies of 4 or 8 rows if possible, except that the inner factor
     of the last axis is one matrix product; 2 (a + b + ...) FLOP per element, a, b, ... being the rows. Others: one
-    dense matrix up to n = 1,024, where 2 n FLOP per element take no longer than reading it; above, the two factors.
+    dense matrix up to n = 1,024, because 2 n FLOP per element take no longer than reading it; above, the two factors.
 
     Args:
       x: A float array [..., n, ...].

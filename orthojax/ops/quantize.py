@@ -148,7 +148,7 @@ class Quantized:
       qvalue: int8, with the shape of the array.
       scale: Floating; every axis has the length 1 or that of the array.
       zero_point: Whole numbers as floats, shaped as `scale`; None if 0 is 0 (absmax). It is the z of `zeropoint` plus
-        the 2^(bits-1) by which signed integers differ from unsigned ones; it is added, where others subtract it.
+        the 2^(bits-1) by which signed integers differ from unsigned ones; it is added, while others subtract it.
     """
 
     qvalue: jax.Array

@@ -93,7 +93,7 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     # The rounded mean of equal values can differ from them, so compare the values themselves.
     constant = low == high
     constant |= scale < jnp.finfo(x.dtype).tiny / jnp.finfo(x.dtype).eps  # below that the mean may underflow
-    # A vector with some spread in place of a constant one keeps the gradient finite too.
+    # A vector with some spread in place of a constant one keeps the gradient finite.
     stand_in = jnp.ones_like(centred)
     squared = jnp.square(jnp.where(constant, stand_in, centred / jnp.where(constant, 1.0, scale)))
     ratio = jnp.mean(jnp.square(squared), axis) / jnp.square(jnp.mean(squared, axis))

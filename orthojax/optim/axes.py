@@ -1,4 +1,4 @@
-"""Which axes of a parameter are rotated, by its name and shape: kernels, embedding tables and vectors."""
+"""The rotated axes of a parameter, by its name and shape: kernels, embedding tables and vectors."""
 
 import dataclasses
 import re

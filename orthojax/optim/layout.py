@@ -1,4 +1,4 @@
-"""How the optimizer's arrays are sharded on a mesh, and how an axis that is sharded is gathered to be rotated."""
+"""Shardings of the optimizer's arrays on a mesh, and the exchange that rotates a sharded axis."""
 
 import functools
 import math

@@ -58,13 +58,13 @@ class Rotation:
         Adam is invariant.
       axes: Which axes of a kernel: `output`, `input`, `both`, or those of a length (2 to 16,384), as in
         `Rotation(axes=d_model)`, by the rule `generic_axes`, which also says what is a kernel, an embedding table or
-        neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None, where None leaves the parameter
+        neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None; None leaves the parameter
         alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam in a different frame.
       layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, from `layout_of`
-        the parameters' shardings or those of `zero1`. Needed on a mesh of Auto axes, where jit does not expose
+        the parameters' shardings or those of `zero1`. Needed on a mesh of Auto axes, since jit does not expose
         shardings, if rotated axes are sharded (whole axes may travel otherwise), and for `zero1`. A sharded axis is
         rotated between two all-to-alls of one shard, a whole one without communication: moments whose layout keeps
         the rotated axis whole halve the traffic. The basis never depends on the mesh. Inside a `shard_map` of your own

@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 
 
 class Only(NamedTuple):
-    """A foreign field of which only some values are supported; the first is written, and taken if it is missing."""
+    """A foreign field with a few supported values; the first is written, and taken if it is missing."""
 
     values: Sequence[Any]
 

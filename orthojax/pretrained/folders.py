@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from orthojax.config import ModelConfig, from_dict, require
 from orthojax.errors import UserError, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
+from orthojax.ops.quantize import Quantized
 from orthojax.pretrained.configs import read_config, write_config
 from orthojax.pretrained.families import FAMILIES
 from orthojax.pretrained.family import HEADS, SAME, Family, Weight, foreign_names
@@ -171,7 +173,7 @@ def read_params(
     if unknown := sorted(name for name in tensors.keys() - used if name not in ignored and not name.endswith(ends)):
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"{where} has a tensor that such a model does not: {unknown[0]}{more}")
-    return _nested(found)
+    return unflatten_dict(found, sep="/")
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -243,22 +245,11 @@ def own_rows(config: ModelConfig) -> Rows:
     return [((there,), weight) for there, weight in rows.items()]
 
 
-def _flat(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    if any(not isinstance(key, jax.tree_util.DictKey) for path, _ in leaves for key in path):  # `Quantized` has fields
+def _flat(params: Any) -> dict[str, Any]:
+    leaves = flatten_dict(params, sep="/")
+    if any(isinstance(leaf, Quantized) for leaf in leaves.values()):
         raise UserError("the parameters are integers with their steps", allowed="those of a checkpoint in float")
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split("/")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return tree
+    return leaves
 
 
 # Export.

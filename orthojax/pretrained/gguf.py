@@ -6,9 +6,8 @@ channels; reading brings them to the half-split order of `orthojax.ops.rotary`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,69 +16,14 @@ from orthojax.config import ModelConfig, RopeConfig, require
 from orthojax.data.published import Gguf, open_gguf
 from orthojax.errors import UserError
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained.family import SAME, TRANSPOSED, Transform, Weight, unpair
-from orthojax.pretrained.folders import read_params
+from orthojax.pretrained.families import FAMILIES
+from orthojax.pretrained.family import Family, Transform, foreign_names, unpair
+from orthojax.pretrained.folders import Rows, read_params
 
-_PAIRED = {  # only read
-    "query": Transform(lambda x, c: (unpair(x, c.num_heads).T,)),
-    "key": Transform(lambda x, c: (unpair(x, c.kv_heads).T,)),
-}
-
-
-def _weights(paired: bool) -> list[Weight]:
-    parts = {
-        "attn_q": "attention/query", "attn_k": "attention/key", "attn_v": "attention/value",
-        "attn_output": "attention/output", "ffn_gate": "mlp/gate", "ffn_up": "mlp/input", "ffn_down": "mlp/output",
-    }  # fmt: skip
-    norms = {
-        "attn_norm": "attention_norm", "ffn_norm": "mlp_norm", "attn_q_norm": "attention/query_norm",
-        "attn_k_norm": "attention/key_norm", "post_attention_norm": "attention_norm", "post_ffw_norm": "mlp_norm",
-    }  # fmt: skip
-    rows = [
-        Weight("token_embd.weight", ("token_embedding/embedding",), SAME),
-        Weight("output_norm.weight", ("final_norm/scale",), SAME),
-        Weight("output_norm.bias", ("final_norm/bias",), SAME),
-        Weight("output.weight", ("head/kernel",), TRANSPOSED),
-    ]
-    for there, here in parts.items():
-        how = _PAIRED.get(here.split("/")[1], TRANSPOSED) if paired else TRANSPOSED
-        rows.append(Weight(f"blk.{{}}.{there}.weight", (f"layers/{here}/kernel",), how))
-        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), _bias_of(how)))
-    for there, here in norms.items():
-        rows.append(Weight(f"blk.{{}}.{there}.weight", (f"layers/{here}/scale",), SAME))
-        rows.append(Weight(f"blk.{{}}.{there}.bias", (f"layers/{here}/bias",), SAME))
-    return rows
-
-
-def _bias_of(how: Transform) -> Transform:
-    return SAME if how is TRANSPOSED else how  # of one axis, so that .T changes nothing
-
-
-class _Architecture(NamedTuple):
-    """The common properties of the models of a `general.architecture`.
-
-    Attributes:
-      base: Fields of `ModelConfig`.
-      left_out: Rows of the table that its files do not have.
-      paired: Queries and keys are in the order of neighbouring pairs.
-      windows: A window is one of all layers; llama.cpp takes that of others for three layers of four.
-    """
-
-    base: Mapping[str, Any]
-    left_out: tuple[str, ...] = ("post_attention_norm", "post_ffw_norm")
-    paired: bool = False
-    windows: bool = True
-
-
-_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
-_ARCHITECTURES = {
-    "llama": _Architecture(_BASE, paired=True),
-    "qwen2": _Architecture(_BASE | {"use_bias": "qkv"}),
-    "qwen3": _Architecture(_BASE | {"qk_norm": "head"}),
-    "olmo2": _Architecture(
-        _BASE | {"block": "output_norm", "qk_norm": "all"}, ("attn_norm", "ffn_norm"), windows=False
-    ),
-}
+_FAMILIES = {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3", "olmo2")}
+_PAIRED = ("layers/attention/query", "layers/attention/key")  # in files of llama
+# llama.cpp takes a window of one of these for one of all layers, and that of olmo2 for three layers of four.
+_WITH_WINDOWS = ("llama", "qwen2", "qwen3")
 _FIELDS = {
     "context_length": "max_length",
     "embedding_length": "d_model",
@@ -113,16 +57,35 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
       UserError: For another architecture, metadata or a tensor that is not understood, or a damaged file.
     """
     file = open_gguf(path)
-    config, architecture = _config_and_architecture(file, path)
-    left_out = tuple(f"blk.{{}}.{part}." for part in architecture.left_out)
-    rows = [((row.there,), row) for row in _weights(architecture.paired) if not row.there.startswith(left_out)]
+    config, family = _config_and_family(file, path)
     tensors = {name: functools.partial(_dequantized, tensor, str(path)) for name, tensor in file.tensors.items()}
-    return config, read_params(config, rows, tensors, str(path), ("rope_freqs.weight",))
+    return config, read_params(config, _rows(family), tensors, str(path), ("rope_freqs.weight",))
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
     """Reads the config of `read_gguf` alone; no tensor is dequantised."""
-    return _config_and_architecture(open_gguf(path), path)[0]
+    return _config_and_family(open_gguf(path), path)[0]
+
+
+def _rows(family: Family) -> Rows:
+    """Gives the rows of a family the names that llama.cpp has for their tensors."""
+    import gguf
+
+    names, rows = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.name.upper()], 1), []
+    for row in family.weights:
+        foreign = foreign_names(family, row.there)[0].format(0)
+        if name := names.get_name(foreign, (".weight", ".bias")):
+            here = row.here[0].rpartition("/")[0]
+            how = _unpaired(here) if family.name == "llama" and here in _PAIRED else row.how
+            there = name.replace("blk.0.", "blk.{}.")
+            rows.append(([there], row._replace(there=there, how=how)))
+    return rows
+
+
+def _unpaired(here: str) -> Transform:
+    """Makes the transform of kernels [out, in] and biases [out] to our order; nothing writes them."""
+    is_query = here.endswith("query")
+    return Transform(lambda x, c: (unpair(x, c.num_heads if is_query else c.kv_heads).T,))
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -145,29 +108,29 @@ def _dequantized(tensor: Any, where: str) -> np.ndarray:
     return np.array(values, np.float32).reshape(_shape(tensor))
 
 
-def _config_and_architecture(file: Gguf, path: Path) -> tuple[ModelConfig, _Architecture]:
+def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
     name = file.metadata.get("general.architecture")
-    require(name in _ARCHITECTURES, f"{path} has the architecture {name!r}", " | ".join(_ARCHITECTURES))
-    architecture = _ARCHITECTURES[str(name)]
-    return _config(file, str(path), str(name), architecture), architecture
+    require(name in _FAMILIES, f"{path} has the architecture {name!r}", " | ".join(_FAMILIES))
+    return _config(file, str(path), _FAMILIES[str(name)]), _FAMILIES[str(name)]
 
 
-def _config(file: Gguf, where: str, name: str, architecture: _Architecture) -> ModelConfig:
+def _config(file: Gguf, where: str, family: Family) -> ModelConfig:
+    name = family.name
     own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     for key in _REQUIRED:
         require(key in own, f"{where} has no {name}.{key}", "the metadata of llama.cpp")
     window = own.get("attention.sliding_window")
-    require(architecture.windows or not window, f"{where}: {name}.attention.sliding_window={window}", "none")
+    require(name in _WITH_WINDOWS or not window, f"{where}: {name}.attention.sliding_window={window}", "none")
     unknown = sorted(key for key in own if key not in _FIELDS and key not in _KNOWN and own[key])
     require(not unknown, f"{where}: {name}.{', '.join(unknown[:1])} is not understood", ", ".join(_FIELDS))
     scaling = own.get("rope.scaling.type", "none")
     require(scaling == "none", f"{where}: rope.scaling.type={scaling!r} is not supported", "none")
-    fields = dict(architecture.base) | {
+    fields = dict(family.base) | {
         ours: own[there] for there, ours in _FIELDS.items() if own.get(there) or there in _REQUIRED
     }
-    for name in ("norm_eps", "rope_theta"):
-        if isinstance(fields.get(name), int | float):
-            fields[name] = float(str(np.float32(fields[name])))  # stored as float32: 1e-05, not 9.999999747378752e-06
+    for part in ("norm_eps", "rope_theta"):
+        if isinstance(fields.get(part), int | float):
+            fields[part] = float(str(np.float32(fields[part])))  # stored as float32: 1e-05, not 9.999999747378752e-06
     for part in ("num_heads", "num_kv_heads", "d_mlp"):
         if isinstance(sizes := fields.get(part), list):
             require(len(set(sizes)) == 1, f"{where}: {part} differs between layers", "one size")

@@ -17,8 +17,8 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
 
     Args:
       tokenizer: Of the model.
-      path: A .gguf file; or a folder, of which tokenizer_config.json, generation_config.json and config.json are read
-        if it has them.
+      path: A .gguf file; or a folder, whose tokenizer_config.json, generation_config.json and config.json are
+        read if they exist.
 
     Raises:
       UserError: For a damaged file.
@@ -71,7 +71,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _of_gguf(path: Path) -> tuple[list[Any], list[Any]]:
-    """Returns declarations of BOS, of which the first counts, and of ends."""
+    """Returns declarations of BOS, the first of which counts, and of ends."""
     metadata = open_gguf(path).metadata
     bos, eos, eot = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
     return [bos], [eos, eot]

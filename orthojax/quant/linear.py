@@ -1,6 +1,6 @@
 """Post-training quantisation, simulated in floats: linear layers that round their operands, and rounded trees.
 
-Only linear layers round anything; embeddings, norms and softmax stay float, and by default the output head does too.
+Only linear layers round anything; embeddings, norms and softmax stay float, and by default so does the output head.
 `quantized_linear(setting, include="")` rounds the head as well: an untied kernel, and tied embeddings in a
 `Transformer(linear_head=True)`, whose token table [V, D], transposed, is then the kernel of the head (its output
 channels are the tokens); for the lookup of tokens it stays float.

@@ -1,4 +1,4 @@
-"""What post-training quantisation rounds, as data: settings by name, and the parameters that a path rule selects."""
+"""Settings of post-training quantisation by name, and quantised copies of the parameters that a path rule selects."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ class QuantizationSetting:
         features, one for the whole batch, or None for inputs that stay float. One for each feature cannot be pulled out
         of an integer product: simulation only.
       outputs: One scale for all of y, bias included, or None for outputs that stay float.
-      activation_bits: Width of the integers of inputs and outputs, where it differs.
+      activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them do. Simulation only.
       float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of

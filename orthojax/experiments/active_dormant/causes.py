@@ -9,8 +9,7 @@ logits fall, for which the model has no direction at the start, unless keys have
 import itertools
 from collections.abc import Iterator
 
-from orthojax.experiments.active_dormant.intervened_training import EARLY, SHOWN, Setting, row
-from orthojax.experiments.active_dormant.runs import short
+from orthojax.experiments.active_dormant.runs import EARLY, SHOWN, Setting, row, short
 from orthojax.experiments.claims import Claim, Metric, all_of
 from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study
@@ -108,7 +107,7 @@ SOFTMAX1_SINKS = Study(
     "to 512, or learned from 1; softmax-1 also has biases, no <s> (whose metrics are then those of the first token), "
     "or <s> hidden from non-triggers in training. `hidden: NAME` is of the trained model with <s> hidden. Criteria "
     "were written when it was known that softmax-1 keeps the sink, and before any of these runs.",
-    columns=[_SINK, _AT_START, _NULL, "others_logit", _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, "hidden: trigger_keys",
+    columns=[_SINK, _AT_START, _NULL, _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, "hidden: trigger_keys",
              _HIDDEN_BIGRAM],
     claims=[
         Claim("Softmax-1 keeps the sink and the drain.",

@@ -1,4 +1,4 @@
-"""The residual stream of the first token, its gradient, and the shares of parameters in its growth.
+"""The residual stream of the first token and its gradient, as the probe of a run.
 
 Active-Dormant Attention Heads (arXiv 2410.13835) states: if upper layers have a sink on <s>, the gradients with
 respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
@@ -16,7 +16,7 @@ layers, B batch, T positions, D d_model. The parameters are those of `Transforme
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,11 @@ from orthojax.ops import cross_entropy_nats
 
 WEAK = 0.25  # of all directions
 _ROWS = 16  # rows of a probe whose gradients are taken
-_NODES = 8  # gradients between two probes
 
 
 def first_residuals(model: Transformer, params: Any, token: jax.Array) -> jax.Array:
     """Returns the residual stream at position 0 after each block, [L, D], given the first token, int []."""
     return _first_states(model, params, token)[0]
-
-
-def first_residual_norms(model: Transformer, params: Any, token: jax.Array) -> jax.Array:
-    """Returns ||x||_2 of `first_residuals`, [L]."""
-    return jnp.linalg.norm(first_residuals(model, params, token), axis=-1)
 
 
 def _first_states(model: Transformer, params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -182,58 +176,6 @@ def first_token_mechanism(model: Transformer, params: Any, tokens: jax.Array) ->
     }
 
 
-# Shares of single parameters in a change of the model.
-
-
-def by_name(tree: Any) -> dict[str, jax.Array]:
-    """Returns the leaves of a tree like a model's parameters by path; layers that are stacked come one by one.
-
-    >>> sorted(by_name({"head": {"kernel": jnp.ones(3)}, "layers": {"norm": {"scale": jnp.ones(2)}}}))
-    ['head/kernel', 'layers_0/norm/scale', 'layers_1/norm/scale']
-    """
-    tree = unstack_layers(tree) if "layers" in tree else tree
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def change_attribution(
-    function: Callable[[Any], jax.Array], before: Any, after: Any, *, nodes: int = 2
-) -> dict[str, jax.Array]:
-    """Divides the change of a function of all parameters among the parameters.
-
-    Equation: <grad f(p), p_after - p_before> of each parameter p, with the gradient averaged over the way from one to
-    the other, by Gauss-Legendre quadrature; so the contributions add up to f(after) - f(before), up to an error that
-    falls with the 2 `nodes`-th power of the step. With one step of an optimizer between them and one gradient it is the
-    'norm influence' of the code of Active-Dormant Attention Heads (arXiv 2410.13835).
-
-    Args:
-      function: Parameters -> a vector [M].
-      before: Parameters.
-      after: Parameters of the same structure.
-      nodes: Gradients that are averaged.
-
-    Returns:
-      By name, [M].
-
-    >>> before, after = {"a": jnp.array(1.0), "b": jnp.array(2.0)}, {"a": jnp.array(2.0), "b": jnp.array(3.0)}
-    >>> parts = change_attribution(lambda p: (p["a"] * p["b"])[None], before, after)
-    >>> {name: round(float(part[0]), 5) for name, part in parts.items()}
-    {'a': 2.5, 'b': 1.5}
-    """
-    places, weights = np.polynomial.legendre.leggauss(nodes)
-    delta = jax.tree.map(jnp.subtract, after, before)
-
-    def add(total: Any, node: jax.Array) -> tuple[Any, None]:
-        at = jax.tree.map(lambda p, d: p + node[0].astype(p.dtype) * d, before, delta)
-        return jax.tree.map(lambda t, g: t + node[1].astype(g.dtype) * g, total, jax.jacrev(function)(at)), None
-
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(jax.jacrev(function), before))
-    # A loop, so that the gradient is compiled once.
-    total, _ = jax.lax.scan(add, zeros, jnp.stack([(1 + places) / 2, weights / 2], axis=1))
-    products = jax.tree.map(lambda g, d: jnp.moveaxis(g * d[None], 0, -1), total, delta)
-    return {name: jnp.sum(x.reshape(-1, x.shape[-1]), axis=0) for name, x in by_name(products).items()}
-
-
 # What a run writes.
 
 
@@ -245,9 +187,7 @@ def probe_file(folder: Path, step: int) -> Path:
 def mechanism_probe(config: Config, rows: np.ndarray, folder: Path) -> Callable[[int, Any], None]:
     """Returns the function of a run that writes the arrays of a probe, given a step and the parameters after it.
 
-    The arrays of a file are `step`; `since`, the step of the last probe; those of `first_token_mechanism`; `growth`
-    [L], by how much ||x|| of the first token grew after each block since the last probe; and `growth/NAME` [L], what
-    the change of the parameter NAME added to that.
+    The arrays of a file are `step` and those of `first_token_mechanism`.
 
     Args:
       config: The run, on one device.
@@ -262,22 +202,10 @@ def mechanism_probe(config: Config, rows: np.ndarray, folder: Path) -> Callable[
         raise UserError(problem, allowed="data with one BOS or more and no mesh, or no such probe")
     make_folder(folder, "folder of probes")
     model, tokens = Transformer(config.model), jnp.asarray(rows[:_ROWS])
-    last: tuple[int, Any] | None = None
+    measure = jax.jit(functools.partial(first_token_mechanism, model))
 
     def write(step: int, params: Any) -> None:
-        nonlocal last
-        since, before = last or (step, params)  # a run that was resumed has forgotten the last ones
-        arrays = jax.device_get(_arrays(model, params, before, tokens))
-        kept = functools.partial(np.savez_compressed, step=step, since=since, **cast(Any, arrays))
-        write_atomically(probe_file(folder, step), kept)
-        last = step, jax.tree.map(jnp.copy, params)  # the next step donates them
+        arrays = jax.device_get(measure(params, tokens))
+        write_atomically(probe_file(folder, step), functools.partial(np.savez_compressed, step=step, **arrays))
 
     return write
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _arrays(model: Transformer, params: Any, before: Any, rows: jax.Array) -> dict[str, jax.Array]:
-    norms = functools.partial(first_residual_norms, model, token=rows[0, 0])
-    by_name = change_attribution(norms, before, params, nodes=_NODES)
-    arrays = first_token_mechanism(model, params, rows) | {"growth": norms(params) - norms(before)}
-    return arrays | {f"growth/{name}": x for name, x in by_name.items()}

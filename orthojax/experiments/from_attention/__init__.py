@@ -1,23 +1,12 @@
 """From Attention to Activation (arXiv 2410.17174): its tables, figures and appendices."""
 
-from orthojax.experiments.from_attention.ablation import TABLE5
-from orthojax.experiments.from_attention.appendices import APPENDIX_E, APPENDIX_G, APPENDIX_H
-from orthojax.experiments.from_attention.figures import (
-    FIGURE1,
-    FIGURE2,
-    FIGURE3,
-    FIGURE4,
-    FIGURE6,
-    FIGURE27,
-    FIGURE34,
-    FIGURE41,
-)
-from orthojax.experiments.from_attention.layers import FIGURE7, FIGURE12, FIGURE17, FIGURE22
-from orthojax.experiments.from_attention.tables import TABLE1, TABLE2, TABLE3, TABLE4, TABLE6, TABLE7, TABLE8, TABLE9
+from orthojax.experiments.from_attention import appendices, figures, tables
 from orthojax.experiments.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    TABLE1, TABLE2, TABLE3, TABLE4, TABLE5, TABLE6, TABLE7, TABLE8, TABLE9,
-    FIGURE1, FIGURE2, FIGURE3, FIGURE4, FIGURE6, FIGURE7, FIGURE12, FIGURE17, FIGURE22, FIGURE27, FIGURE34, FIGURE41,
-    APPENDIX_E, APPENDIX_G, APPENDIX_H,
+    tables.TABLE1, tables.TABLE2, tables.TABLE3, tables.TABLE4, tables.TABLE5, tables.TABLE6, tables.TABLE7,
+    tables.TABLE8, tables.TABLE9,
+    figures.FIGURE1, figures.FIGURE2, figures.FIGURE3, figures.FIGURE4, figures.FIGURE6, figures.FIGURE7,
+    figures.FIGURE12, figures.FIGURE17, figures.FIGURE22, figures.FIGURE27, figures.FIGURE34, figures.FIGURE41,
+    appendices.APPENDIX_E, appendices.APPENDIX_G, appendices.APPENDIX_H,
 )  # fmt: skip

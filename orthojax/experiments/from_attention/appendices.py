@@ -8,39 +8,26 @@ import numpy as np
 
 from orthojax.config import OptimConfig, changed_fields
 from orthojax.experiments.claims import GAUSSIAN, Claim, Expr, Metric, all_of, check, function, largest
-from orthojax.experiments.figures import lines
-from orthojax.experiments.from_attention.basis_training import deviations, trials
-from orthojax.experiments.from_attention.equivariance import layer_deviations
-from orthojax.experiments.from_attention.spiked_vector import (
-    ROTATIONS,
-    direction_kurtosis,
-    mean_squared_norm_ratio,
-    mixture_kurtosis,
-    rotate,
-    simplified_kurtosis,
-    spike_kurtosis,
-    spiked_vectors,
-)
+from orthojax.experiments.from_attention import rotations
+from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
 from orthojax.experiments.pictures import ByStep
-from orthojax.experiments.report import Picture, Table
-from orthojax.experiments.results import Result, Results
+from orthojax.experiments.report import Table
+from orthojax.experiments.results import Results
 from orthojax.experiments.study import Row, Study
-from orthojax.experiments.tables import Columns
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
 _SAMPLES = 256
-_STEPS_SHOWN = (1, 2, 5, 10, 20, 50, 100)
 
 
 def _trained_in_two_bases(seed: int) -> Iterator[Row]:
     """Yields the deviations of every optimizer, and of the layers of a network."""
-    for trial in trials():
-        haar, permuted = deviations(trial, seed)
+    for trial in rotations.trials():
+        haar, permuted = rotations.deviations(trial, seed)
         metrics = {"deviation": float(haar.max()), "deviation_signed_permutation": float(permuted.max())}
-        metrics |= {f"deviation/step_{step}": float(haar[step - 1]) for step in _STEPS_SHOWN}
+        metrics |= {f"deviation/step_{step}": float(haar[step - 1]) for step in (1, 2, 5, 10, 20, 50, 100)}
         overrides = {f"optim.{name}": value for name, value in changed_fields(OptimConfig(), trial.config).items()}
         yield Row(trial.name, metrics, overrides | {"basis_follows": trial.basis_follows})
-    for name, (fixed, rotated) in layer_deviations(seed).items():
+    for name, (fixed, rotated) in rotations.layer_deviations(seed).items():
         yield Row(f"layer_{name}", {"deviation": fixed, "deviation_turned_parameters": rotated})
 
 
@@ -63,10 +50,10 @@ APPENDIX_E = Study(
     name="appendix_e",
     title="Appendix E: which optimizers and layers depend on the basis",
     rows=_trained_in_two_bases,
-    note="A kernel W is trained for a hundred steps, and W R^T, for an orthogonal R, on the loss that knows it in that "
-    "basis, with equal batches: a basis-independent optimizer takes the same path. Deviations are relative to the "
-    "distance from the start, R Haar or a signed permutation. Rows `layer_*` are ||f(R x) - R f(x)|| / ||f(x)||, with "
-    "parameters fixed and rotated along. When the appendix cites figures 6 and 5, its figures 4 and 5 are meant.",
+    note="A kernel W is trained for a hundred steps, and W R^T, with R Haar or a signed permutation, on the loss that "
+    "knows it in that basis, with equal batches. Deviations are relative to the distance from the start; rows "
+    "`layer_*` are ||f(R x) - R f(x)|| / ||f(x)||, with parameters fixed and rotated along. When the appendix cites "
+    "figures 6 and 5, its figures 4 and 5 are meant.",
     columns=[_DEVIATION, _PERMUTED, _ALONG],
     claims=[
         Claim("SGD, with momentum and without, is basis-independent.", _independent("sgd_plain", "sgd")),
@@ -92,13 +79,10 @@ APPENDIX_E = Study(
 )  # fmt: skip
 
 _SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096)
-# Table 8 (D, alpha) and Table 2 (measured kurtosis of the first token) for the models trained with softmax and Adam.
-PAPER_MODELS = {
-    "GPT-2 60M": (512, 1856.0, 313.8),
-    "GPT-2 130M": (768, 7018.0, 514.9),
-    "GPT-2 350M": (1024, 40196.0, 820.3),
-    "GPT-2 1.4B": (2048, 56798.0, 1656.5),
-    "Llama-2 130M": (768, 4623.0, 435.0),
+# D, alpha (Table 8) and measured kurtosis of the first token (Table 2) of the models trained with softmax and Adam.
+_TRAINED = {
+    name: (int(of["model.d_model"]), of["max_abs_first"], TABLE_2[name]["kurtosis_first"])
+    for name, of in TABLE_8.items()
 }
 _FIXED_ALPHA, _FIXED_SIZES = 10.0, (64, 1024, 16_384, 262_144)
 
@@ -109,7 +93,7 @@ def _name(size: int, alpha: float) -> str:
 
 _SETTINGS = [
     *((d, float(d)) for d in _SIZES),
-    *((d, alpha) for d, alpha, _ in PAPER_MODELS.values()),
+    *((d, alpha) for d, alpha, _ in _TRAINED.values()),
     *((d, _FIXED_ALPHA) for d in _FIXED_SIZES),
 ]
 
@@ -120,9 +104,9 @@ def _spikes(seed: int) -> Iterator[Row]:
     for size, alpha in _SETTINGS:
         samples = _SAMPLES if size <= 4096 else 16
         metrics = {
-            "kurtosis": float(np.mean(mean(spiked_vectors(alpha, size, samples, seed)[0]))),
-            "kurtosis_closed_form": spike_kurtosis(alpha, size),
-            "kurtosis_as_printed": spike_kurtosis(alpha, size, as_printed=True),
+            "kurtosis": float(np.mean(mean(rotations.spiked_vectors(alpha, size, samples, seed)[0]))),
+            "kurtosis_closed_form": rotations.spike_kurtosis(alpha, size),
+            "kurtosis_as_printed": rotations.spike_kurtosis(alpha, size, as_printed=True),
         }
         yield Row(_name(size, alpha), metrics, {"size": size, "alpha": alpha, "samples": samples})
 
@@ -134,36 +118,21 @@ def _exponent(sizes: list[int], values: list[float]) -> float:
 _LARGE = [d for d in _SIZES if d >= 256]
 _KURTOSIS, _CLOSED = Metric("kurtosis"), Metric("kurtosis_closed_form")
 _AT_D = [_KURTOSIS[_name(d, d)] for d in _LARGE]
-_GPT2 = [row for name, row in PAPER_MODELS.items() if name.startswith("GPT-2")]
-_TRAINED = _exponent([d for d, *_ in _GPT2], [measured for *_, measured in _GPT2])
+_GPT2 = [row for name, row in _TRAINED.items() if name.startswith("gpt2")]
+_EXPONENT = _exponent([d for d, *_ in _GPT2], [measured for *_, measured in _GPT2])
 _GROWN = function("exponent of the growth with D", lambda *of: _exponent(_LARGE, list(of)), *_AT_D)
-_ONE_HOT, _PRINTED = float(mixture_kurtosis(4.0, np.eye(4)[0])), spike_kurtosis(4, 4, as_printed=True)
-
-
-def _kurtosis_by_size(results: Results) -> list[Picture]:
-    sizes = [d for d in _SIZES if d >= 64]
-    curves = {
-        "alpha = D, samples": (sizes, np.array([results[_name(d, d)].values("kurtosis") for d in sizes]).T),
-        "alpha = D, closed form": (sizes, np.array([spike_kurtosis(d, d) for d in sizes])),
-        "GPT-2, measured by the paper": ([d for d, *_ in _GPT2], np.array([measured for *_, measured in _GPT2])),
-        "GPT-2's alpha, closed form": ([d for d, *_ in _GPT2], np.array([spike_kurtosis(a, d) for d, a, _ in _GPT2])),
-    }
-    drawn = lines({"": curves}, x_label="D", y_label="kurtosis", references={"Gaussian": GAUSSIAN})
-    caption = "Kurtosis of a vector with one outlier channel, and of trained models."
-    return [Picture("kurtosis_by_size", caption, drawn)]
-
-
+_ONE_HOT = float(rotations.mixture_kurtosis(4.0, np.eye(4)[0]))
+_PRINTED = rotations.spike_kurtosis(4, 4, as_printed=True)
 APPENDIX_G = Study(
     name="appendix_g",
     title="Appendix G: the kurtosis of a vector with one outlier channel grows with the number of channels",
     rows=_spikes,
-    paper={_name(d, d): {"kurtosis_closed_form": simplified_kurtosis(d)} for d in _SIZES}
-    | {_name(d, alpha): {"kurtosis": measured} for d, alpha, measured in PAPER_MODELS.values()}
+    paper={_name(d, d): {"kurtosis_closed_form": rotations.simplified_kurtosis(d)} for d in _SIZES}
+    | {_name(d, alpha): {"kurtosis": measured} for d, alpha, measured in _TRAINED.values()}
     | {_name(d, _FIXED_ALPHA): {"kurtosis": GAUSSIAN} for d in _FIXED_SIZES},
-    note="x = alpha e_i + z: one outlier channel of size alpha, standard normal noise z in all D channels. Samples use "
-    "the kurtosis of Eq. 2, with the mean of the vector itself; the closed form, (G.3) corrected, is a ratio of means "
-    "about a known mean, so they part at small D. The paper's numbers are (G.4) at alpha = D, what it measured (Table "
-    "2) at the D and alpha of Table 8, and its limit at alpha = 10.",
+    note="x = alpha e_i + z: one outlier channel of size alpha, standard normal noise z in all D channels. The closed "
+    "form, (G.3) corrected, is a ratio of means about a known mean, so samples part from it at small D. The paper's "
+    "numbers are (G.4) at alpha = D, Table 2 at the D and alpha of Table 8, and its limit at alpha = 10.",
     columns="kurtosis kurtosis_closed_form kurtosis_as_printed",
     claims=[
         Claim("At alpha = D kurtosis is D - 4 + 12/D - 6/D^2 and grows as D.",
@@ -174,9 +143,9 @@ APPENDIX_G = Study(
         Claim("At fixed alpha kurtosis goes to 3 as D grows. It is near 3 only for D far above alpha^4, about "
               "alpha^4/D + 3.", abs(_KURTOSIS[_name(_FIXED_SIZES[-1], _FIXED_ALPHA)] - GAUSSIAN) < 0.1),
         Claim("Trained models follow the growth.",
-              function(f"0.8 < exponent {_TRAINED:.2f} of the paper's four GPT-2 < 1.3", lambda: 0.8 < _TRAINED < 1.3)),
+              function(f"0.8 < exponent {_EXPONENT:.2f} of the paper's four GPT-2 < 1.3",
+                       lambda: 0.8 < _EXPONENT < 1.3)),
     ],
-    pictures=[_kurtosis_by_size],
 )  # fmt: skip
 
 _ROTATED_SIZES = (64, 256, 1024)  # powers of two, as in Sylvester's construction, which the paper names
@@ -198,29 +167,28 @@ def _measure(y: jax.Array) -> dict[str, jax.Array]:
 def _rotated(seed: int) -> Iterator[Row]:
     """Yields norm ratio and kurtosis of sampled vectors before and after each rotation, with their closed forms."""
     for size in _ROTATED_SIZES:
-        drawn = [spiked_vectors(alpha, size, _SAMPLES, seed) for alpha in alphas(size)]
+        drawn = [rotations.spiked_vectors(alpha, size, _SAMPLES, seed) for alpha in alphas(size)]
         x, channels = np.concatenate([x for x, _ in drawn]), np.concatenate([c for _, c in drawn])
-        for rotation in ROTATIONS:
+        for rotation in rotations.ROTATIONS:
             # The columns Q e_i as well, in the same call: Q is drawn once.
             both = np.concatenate([x, np.eye(size)[channels]])
-            rotated = np.split(rotate(both, np.tile(channels, 2), rotation, seed), 2 * len(drawn))
+            rotated = np.split(rotations.rotate(both, np.tile(channels, 2), rotation, seed), 2 * len(drawn))
             for alpha, y, columns in zip(alphas(size), rotated, rotated[len(drawn) :], strict=False):
-                gaussian = rotation in ("aligned", "haar")  # exactly, but for an offset or a length
-                exact = direction_kurtosis(size) if gaussian else float(np.mean(mixture_kurtosis(alpha, columns)))
-                metrics = {name: float(value) for name, value in _measure(y).items()} | {
-                    "kurtosis_closed_form": exact,
-                    "norm_ratio_squared_closed_form": mean_squared_norm_ratio(alpha, size, rotation),
-                }
-                yield Row(
-                    f"{rotation}_{_name(size, alpha)}", metrics, {"rotation": rotation, "size": size, "alpha": alpha}
-                )
+                closed = float(np.mean(rotations.mixture_kurtosis(alpha, columns)))
+                if rotation in ("aligned", "haar"):  # exactly Gaussian values, but for an offset or a length
+                    closed = rotations.direction_kurtosis(size)
+                metrics = {name: float(value) for name, value in _measure(y).items()}
+                metrics["kurtosis_closed_form"] = closed
+                metrics["norm_ratio_squared_closed_form"] = rotations.mean_squared_norm_ratio(alpha, size, rotation)
+                setting = {"rotation": rotation, "size": size, "alpha": alpha}
+                yield Row(f"{rotation}_{_name(size, alpha)}", metrics, setting)
 
 
 def limits(size: int) -> dict[str, float]:
     r"""Returns the steps of the paper's derivation of :math:`\|y\|_\infty^2 / \|y\|_2^2` at alpha = D, aligned Q."""
     log = math.log(size)
     return {
-        "exact mean of the maximum": mean_squared_norm_ratio(size, size, "aligned"),
+        "exact mean of the maximum": rotations.mean_squared_norm_ratio(size, size, "aligned"),
         "maximum of noise taken as sqrt(2 ln D)": (size + math.sqrt(2 * size * log)) ** 2 / (size * (size**2 + size)),
         "the same with the printed D^2 + 1 below": (size + 2 * math.sqrt(2 * size * log) + 2 * log) / (size**2 + 1),
         "last line, corrected: 1/D + 2 sqrt(2 ln D)/D^1.5": 1 / size + 2 * math.sqrt(2 * log) / size**1.5,
@@ -244,15 +212,11 @@ def _times_d(variant: str) -> Expr:
     return Metric("norm_ratio_squared")[variant] * _D
 
 
-def _near_gaussian(*of: Result) -> float:
-    return max(abs(result["kurtosis"] - GAUSSIAN) for result in of)
-
-
 def _within(limit: float, rotation: str) -> Expr:
     """Returns whether kurtosis is near 3 for every alpha; the exact mean of D Gaussian values is 3 (D - 1)/(D + 1)."""
     names = [f"{rotation}_{_name(_D, alpha)}" for alpha in alphas(_D)]
     words = f"kurtosis at D = {_D} within {limit:g} of 3 for every alpha"
-    return check(lambda *of: _near_gaussian(*of) < limit, *names, words=words)
+    return check(lambda *of: max(abs(result["kurtosis"] - GAUSSIAN) for result in of) < limit, *names, words=words)
 
 
 _NEAR, _FAR = _times_d(_at("aligned")) < 1.5, _times_d(_at("aligned", 10.0)) < 1.05
@@ -264,11 +228,8 @@ APPENDIX_H = Study(
     note="x = alpha e_i + z is rotated by an orthogonal Q: the paper's, with all entries of Q e_i equal to 1/sqrt(D) "
     "(`aligned`, a reflection); a Hadamard matrix after random signs, as in our OrthoAdam; a Haar matrix, as in the "
     "paper's. Closed forms for a Haar matrix are exact means, the others are ratios of means.",
-    tables=[
-        Columns(f"D = {size}", "norm_ratio_squared norm_ratio_squared_closed_form norm_ratio kurtosis "
-                "kurtosis_closed_form", rows=f"none_D{size}_* aligned_D{size}_* hadamard_D{size}_* haar_D{size}_*")
-        for size in _ROTATED_SIZES
-    ] + [_derivation],
+    columns="norm_ratio_squared norm_ratio_squared_closed_form norm_ratio kurtosis kurtosis_closed_form",
+    tables=[_derivation],
     claims=[
         Claim("Before rotation max|x|^2 / ||x||^2 is about 1.", Metric("norm_ratio_squared")[_at("none")] > 0.99),
         Claim("With Q e_i = 1/sqrt(D) it falls to about 1/D, as it does with a Hadamard matrix and random signs.",

@@ -1,153 +1,310 @@
-"""Outlier channels: norms and second moments of a kernel's output channels, and activations in another basis.
+"""Channels: output weights, their moments and bases (Figures 4 and 5), and the largest hidden states (27 to 33).
 
-From Attention to Activation (arXiv 2410.17174), appendix E with Figures 4 and 5, appendix F with Figure 6. Legend: I
-input features, D output channels, T positions. On the host, in float64: these are quantities of a finished run.
+OrthoAdam's moments live in a basis of its own, in which weights are compared with them. Legend: I input features, D
+output channels, which is d_model, T positions. Metrics of weights are float64 on the host.
 """
 
+import dataclasses
 import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
+from jax.typing import ArrayLike
 
+from orthojax import analysis
+from orthojax.config import Config
+from orthojax.errors import UserError
+from orthojax.experiments.figures import maps
+from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.experiments.report import Picture
+from orthojax.experiments.results import Missing, Results
+from orthojax.model import LoadedModel, Taps
+from orthojax.optim import RotatedAxes, rotate
+from orthojax.train import Inputs, make_rotation, read_optimizer_state
+
+# Name -> path of the kernel [I, D] of an output projection, which writes to the residual stream, in a layer.
+PARTS = {"mlp_output": "mlp/output", "attention_output": "attention/output"}
 # Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993) take 3.5 for one sample; a model has thousands of
 # channels, of which Gaussian chance brings 1 in 4,300 beyond that, and 1 in 3.5 million beyond this.
 OUTLIER_SCORE = 5.0
 
 
 def top_count(size: int) -> int:
-    """Returns the number of D channels that count as the top ones: a thirty-second, one at least.
-
-    >>> [top_count(D) for D in (16, 96, 768)]
-    [1, 3, 24]
-    """
+    """Returns how many of D channels count as the top ones: a thirty-second, one at least."""
     return max(1, size // 32)
 
 
 def channel_norms(kernel: ArrayLike) -> np.ndarray:
-    """The Euclidean norm of the weights of each output channel, sqrt(sum_i W[i, d]^2): [..., I, D] -> [..., D]."""
+    """Returns the Euclidean norm of the weights of each output channel: [..., I, D] -> [..., D]."""
     return np.linalg.norm(np.asarray(kernel, np.float64), axis=-2)
 
 
-def summed_second_moments(nu: ArrayLike) -> np.ndarray:
-    """Adam's second moments of a kernel, summed over each output channel, sum_i nu[i, d]: [..., I, D] -> [..., D].
-
-    Without bias correction, which is one factor for all.
-
-    Raises:
-      ValueError: For negative numbers.
-    """
-    nu = np.asarray(nu, np.float64)
-    if (nu < 0).any():
-        raise ValueError("second moments are negative; allowed: nu, not mu")
-    return np.sum(nu, axis=-2)
-
-
 def outlier_scores(values: ArrayLike) -> np.ndarray:
-    """Modified z-scores of the logarithms: 0.6745 (log x - median) / MAD, positive for large values.
+    """Returns modified z-scores of the logarithms: 0.6745 (log x - median) / MAD, positive for large values.
 
     MAD is the median of |log x - median|, 0.6745 the MAD of a standard Gaussian; what is beyond `OUTLIER_SCORE` counts
-    as an outlier. Logarithms, because norms and moments are positive and differ by factors.
-
-    Args:
-      values: [..., D], positive; zeros count as the smallest positive number.
-
-    Returns:
-      [..., D] float64; 0 for a value at the median, infinite for another one where MAD is 0.
-
-    Raises:
-      ValueError: For negative values.
+    as an outlier. Logarithms, because norms and moments are positive and differ by factors; a zero counts as the
+    smallest positive number. [..., D] -> float64; 0 for a value at the median, infinite for another one if MAD is 0.
     """
-    values = np.asarray(values, np.float64)
-    if (values < 0).any():
-        raise ValueError("the values are negative; allowed: norms or moments")
-    logs = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    logs = _logs(np.asarray(values, np.float64))
     away = logs - np.median(logs, axis=-1, keepdims=True)
     deviation = np.median(np.abs(away), axis=-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(away == 0.0, 0.0, 0.6745 * away / deviation)
 
 
-def correlation(a: ArrayLike, b: ArrayLike) -> float:
-    """Pearson's correlation of [D] and [D]; nan where all of one are equal. Other shapes are a ValueError.
+def _logs(values: np.ndarray) -> np.ndarray:
+    return np.log(np.maximum(values, np.finfo(np.float64).tiny))
+
+
+def correlation(a: ArrayLike, b: ArrayLike, *, of_ranks: bool = False) -> float:
+    """Returns Pearson's correlation of [D] and [D], or Spearman's, of ranks; nan if all values of one are equal.
 
     >>> round(correlation([1.0, 2.0, 3.0], [5.0, 3.0, 1.0]), 9)
     -1.0
-    """
-    return _correlated("pearsonr", a, b)
-
-
-def rank_correlation(a: ArrayLike, b: ArrayLike) -> float:
-    """Spearman's rank correlation of [D] and [D], ties sharing their mean rank; nan where all of one are equal.
-
-    Other shapes are a ValueError.
-
-    >>> rank_correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0])
+    >>> correlation([1.0, 2.0, 30.0], [-1.0, -5.0, -6.0], of_ranks=True)
     -1.0
     """
-    return _correlated("spearmanr", a, b)
-
-
-def _correlated(function: str, a: ArrayLike, b: ArrayLike) -> float:
     from scipy import stats  # here, because it takes a second to import
 
-    _require_vectors(a, b)
     with warnings.catch_warnings(action="ignore", category=stats.ConstantInputWarning):
-        found: Any = getattr(stats, function)(np.asarray(a, np.float64), np.asarray(b, np.float64))
-    return float(found.statistic)
+        test: Any = stats.spearmanr if of_ranks else stats.pearsonr
+        return float(test(np.asarray(a, np.float64), np.asarray(b, np.float64)).statistic)
 
 
-def _require_vectors(a: ArrayLike, b: ArrayLike) -> int:
-    """Returns their length; ValueError unless they are two vectors of equal length."""
-    if np.ndim(a) != 1 or np.shape(a) != np.shape(b):
-        raise ValueError(f"arrays of shapes {np.shape(a)} and {np.shape(b)}; allowed: [D] and [D]")
-    return np.size(a)
+# Figures 4 and 5: weights and second moments.
 
 
-def extreme_overlap(large: ArrayLike, small: ArrayLike, count: int) -> float:
-    """Share of the `count` channels with the largest `large` that are among the `count` with the smallest `small`.
+def output_kernels(tree: Any, part: str) -> np.ndarray:
+    """Returns the kernels of one of `PARTS` of all layers, scanned or not, [layers, I, D].
 
-    If the two are independent, it is count / D in the mean.
-
-    Args:
-      large: [D].
-      small: [D].
-      count: 1 to D; of equal values the earlier channels are taken.
-
-    Raises:
-      ValueError: For other shapes or counts.
-
-    >>> extreme_overlap([9.0, 1.0, 8.0, 2.0], [0.1, 0.2, 5.0, 6.0], 2)
-    0.5
+    The tree is that of the parameters, or one like it, as Adam's second moments are.
     """
-    if not 1 <= count <= _require_vectors(large, small):
-        raise ValueError(f"count={count}; allowed: 1 to {np.size(large)}")
-    top = np.argsort(-np.asarray(large, np.float64), kind="stable")[:count]
-    bottom = np.argsort(np.asarray(small, np.float64), kind="stable")[:count]
-    return len(np.intersect1d(top, bottom)) / count
+
+    def kernel(layer: Any) -> np.ndarray:
+        for name in (*PARTS[part].split("/"), "kernel"):
+            layer = layer[name]
+        return np.asarray(layer)
+
+    if "layers" in tree:
+        return kernel(tree["layers"])
+    count = sum(name.startswith("layers_") for name in tree)
+    return np.stack([kernel(tree[f"layers_{layer}"]) for layer in range(count)])
 
 
-def in_singular_basis(x: ArrayLike) -> np.ndarray:
-    """X V for every sequence, with V [D, D] the right singular vectors of its X [T, D]; on the host.
+def _group(config: Config, part: str) -> int | None:
+    """Returns which of the rotated groups of axes has the output axis of a projection; None if it is not rotated."""
+    if not config.optim.is_rotated or config.optim.rotation.kind == "identity":
+        return None
+    rule: Any = make_rotation(config.seeded_optim.rotation).axes
+    kernel = jax.ShapeDtypeStruct((config.model.d_mlp, config.model.d_model), jnp.float32)
+    axes = rule(f"layers_0/{PARTS[part]}/kernel", kernel)
+    return axes.groups.index((1,)) if axes and (1,) in axes.groups else None
 
-    The paper's measure of how large an orthogonal change of basis could make the kurtosis: V gathers the energy of a
-    sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0, whatever
-    V has there; they count as channels. The signs of singular vectors are arbitrary, which moves kurtosis a
-    little.
 
-    Args:
-      x: [..., T, D].
+def output_bases(config: Config, part: str) -> np.ndarray:
+    """Returns the orthogonal matrices by which the optimizer rotates the output channels of a projection.
+
+    A gradient row g [D] becomes Q g, so that a kernel W [I, D] of the model is W Q^T in the optimizer's basis, and
+    activations X [T, D] that the kernel writes are X Q^T there.
 
     Returns:
-      [..., T, D] float64; channels in the order of their singular values, the largest first.
+      Q of one of `PARTS`, [layers, D, D] float32.
+
+    Raises:
+      UserError: If the optimizer does not rotate these channels.
     """
-    # In NumPy, since several batched decompositions in one program can wait for each other forever on a CPU.
-    x = np.asarray(x, np.float64)
-    T, D = x.shape[-2:]
-    # From the eigenvectors of the smaller Gram matrix, which is several times faster than the decomposition itself.
-    if T >= D:
-        _, right = np.linalg.eigh(x.swapaxes(-1, -2) @ x)
-        return (x @ right)[..., ::-1]
-    squares, left = np.linalg.eigh(x @ x.swapaxes(-1, -2))
-    rotated = (left * np.sqrt(np.maximum(squares, 0.0))[..., None, :])[..., ::-1]
-    return np.concatenate([rotated, np.zeros((*rotated.shape[:-1], D - T))], axis=-1)
+    group = _group(config, part)
+    if group is None:
+        raise UserError(
+            f"optimizer {config.optim.optimizer!r} has no d_model x d_model basis for {PARTS[part]}",
+            allowed="orthoadam with rotation.axes output, both, residual or writers, and a kind that rotates",
+        )
+    return np.stack([_basis(config, part, group, layer) for layer in range(config.model.num_layers)])
+
+
+def _basis(config: Config, part: str, group: int, layer: int) -> np.ndarray:
+    # The name of a basis has the number of its group. An input axis of length 1 takes the first number if the kernel's
+    # own does, and is not rotated.
+    axes = RotatedAxes(((1,), (2,))[1 - group :])
+    rotation = rotate(dataclasses.replace(make_rotation(config.seeded_optim.rotation), axes=lambda path, leaf: axes))
+    tree: Any = jnp.eye(config.model.d_model)[:, None]
+    for name in reversed(f"layers_{layer}/{PARTS[part]}/kernel".split("/")):
+        tree = {name: tree}
+    rotated = jax.tree.leaves(rotation.update(tree, rotation.init(tree))[0])[0]
+    return np.asarray(rotated[:, 0]).T  # its rows were the images of the unit vectors
+
+
+def second_moments(state: Any) -> Any:
+    """Returns the tree of Adam's second moments in an optimizer state, wherever it is; None without."""
+    if not isinstance(state, dict):
+        return None
+    if isinstance(state.get("nu"), dict):
+        return state["nu"]
+    return next((found for part in state.values() if (found := second_moments(part)) is not None), None)
+
+
+def _measure_output_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    config, moments = loaded.config, second_moments(read_optimizer_state(loaded.source))
+    metrics, arrays = {}, {}
+    for part in PARTS:
+        kernels = output_kernels(loaded.params, part).astype(np.float64)
+        norms = own = channel_norms(kernels)
+        if _group(config, part) is not None:
+            own = channel_norms(kernels @ output_bases(config, part).swapaxes(1, 2))
+        # Without bias correction, which is one factor for all.
+        summed = None if moments is None else output_kernels(moments, part).astype(np.float64).sum(-2)
+        for name, values in channel_metrics(norms, own, summed).items():
+            metrics |= by_layer(f"{part}_{name}", np.asarray(values))
+        arrays |= {f"{part}_norms": norms, f"{part}_own_norms": own}
+        arrays |= {} if summed is None else {f"{part}_moments": summed}
+    say("output weights")
+    return Measured(metrics, arrays)
+
+
+def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | None) -> dict[str, list[float]]:
+    """Computes the metrics of the channels of one output projection, layer by layer.
+
+    Args:
+      norms: By channel of the model, [layers, D].
+      own: By channel of the basis in which the optimizer keeps its moments, [layers, D].
+      moments: Summed, in that basis, [layers, D]; None for an optimizer without.
+
+    Returns:
+      Metric -> its value of each layer. Of the model's channels: `outlier_channels` (how many have an outlier score
+      above `OUTLIER_SCORE`) and `norm_peak` (largest norm / median). Of those of the moments: `moment_spread` (standard
+      deviation of log moment), `rank_correlation` (Spearman's, of norm and moment), `own_outlier_channels`, and
+      `explained_outlier_channels` (those of them whose moment is a small outlier, its score below -`OUTLIER_SCORE`).
+    """
+    metrics = {
+        "outlier_channels": np.sum(outlier_scores(norms) > OUTLIER_SCORE, axis=-1),
+        "norm_peak": norms.max(-1) / np.median(norms, axis=-1),
+    }
+    if moments is not None:
+        large = outlier_scores(own) > OUTLIER_SCORE
+        metrics |= {
+            "moment_spread": np.std(_logs(moments), axis=-1),
+            "rank_correlation": [correlation(a, b, of_ranks=True) for a, b in zip(own, moments, strict=True)],
+            "own_outlier_channels": np.sum(large, axis=-1),
+            "explained_outlier_channels": np.sum(large & (outlier_scores(moments) < -OUTLIER_SCORE), axis=-1),
+        }
+    return {name: [float(value) for value in values] for name, values in metrics.items()}
+
+
+OUTPUT_WEIGHTS = Measure("output_weights", _measure_output_weights)
+
+
+def output_norms(results: Results) -> list[Picture]:
+    """Draws norms of output channels over the median of their layer, by variant (the paper's appendix B)."""
+    stored = {result.name: result.arrays(OUTPUT_WEIGHTS.name) for result in results.finished}
+    if not stored:
+        raise Missing(OUTPUT_WEIGHTS.name)
+    pictures = []
+    for part, path in PARTS.items():
+        norms = {name: arrays[f"{part}_norms"] for name, arrays in stored.items()}
+        panels = {name: values / np.median(values, axis=1, keepdims=True) for name, values in norms.items()}
+        figure = maps(panels, x_label="channel", y_label="layer, from 0", value_label="norm / median")
+        caption = f"Norm of the weights of each output channel of {path}, over the median of the layer."
+        pictures.append(Picture(f"{part}_norms", caption, figure))
+    return pictures
+
+
+# Figures 27 to 33: the channels of the largest hidden states.
+
+
+def ranks(magnitude: ArrayLike) -> jax.Array:
+    """Returns ranks of channels, 0 for the largest, the lower index first if two are equal: [..., D] -> int32."""
+    return jnp.argsort(jnp.argsort(-jnp.asarray(magnitude), axis=-1, stable=True), axis=-1)
+
+
+def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
+    r"""Returns the mean of :math:`|A_i \cap A_j| / k` over all pairs of different sets, each of k channels.
+
+    With :math:`c_d` the number of the n sets that hold channel d it is :math:`(\sum_d c_d^2 - n k) / (n (n - 1) k)`.
+    Independent random sets of k among D channels overlap by k / D in the mean.
+
+    Args:
+      members: Membership of channels in each set, bool [..., D], all with the same number.
+      axis: The axis of the sets, of at least two; it and the last are missing in the result.
+    """
+    members = jnp.asarray(members)
+    n = members.shape[axis]
+    k = jnp.sum(members, axis=-1).max()
+    counts = jnp.sum(members, axis=axis, dtype=jnp.float32)  # their squares may be too large for int32
+    return (jnp.sum(counts * counts, axis=-1) / (n * k) - 1) / (n - 1)
+
+
+def _counts(d_model: int) -> dict[str, int]:
+    """Returns prefix of the metrics -> k."""
+    return {"largest_channels": top_count(d_model), "largest_channel": 1}
+
+
+def _observe_sets(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns by prefix the set of each sequence, bool [B, D], and the overlap of its positions [B]."""
+    magnitude = jnp.abs(taps.residual.astype(jnp.float32))
+    of_sequence, of_positions = ranks(jnp.mean(magnitude, axis=1)), ranks(magnitude)
+    counts = _counts(magnitude.shape[-1])
+    return {name: (of_sequence < k, mean_overlap(of_positions < k, axis=1)) for name, k in counts.items()}
+
+
+def channel_overlap(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, float]:
+    """Measures the overlap of the largest channels of hidden states between inputs, positions and layers.
+
+    The set of a sequence and layer are the k channels of largest mean |x| over positions, that of a position those of
+    largest |x|. Overlaps are `mean_overlap`s. Two k, since nobody knows how many outlier channels a model has: if
+    there are fewer than k, ordinary channels fill the sets; if there are several, k = 1 sees them take turns.
+
+    Returns:
+      Metrics `largest_channels_*` for k = `top_count(D)` and `largest_channel_*` for k = 1: `between_sequences`, mean
+      over layers; `between_positions` of a sequence, mean over sequences and layers; both also by layer;
+      `between_layers` of a sequence, mean over sequences, if there are several; `by_chance`, k / D.
+    """
+    # In batches of the evaluation's size, since a paper's model has 100 sequences of 1,024 positions to remember.
+    size, D = loaded.config.eval.batch_size, loaded.config.model.d_model
+    batches = (tokens[i : i + size, :-1] for i in range(0, len(tokens), size))
+    observed: Any = jax.device_get(analysis.measure(loaded, batches, _observe_sets, join=analysis.concatenate))
+    metrics = {}
+    for name, (members, positions) in observed.items():
+        metrics |= by_layer(f"{name}_between_sequences", np.asarray(mean_overlap(members, axis=1), np.float64))
+        metrics |= by_layer(f"{name}_between_positions", positions.astype(np.float64).mean(axis=1))
+        if len(members) > 1:
+            metrics[f"{name}_between_layers"] = float(np.mean(mean_overlap(members, axis=0)))
+        metrics[f"{name}_by_chance"] = _counts(D)[name] / D
+    return metrics
+
+
+def _measure_overlap(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    metrics = channel_overlap(loaded, inputs.evaluation[:100])
+    say("channel overlap")
+    return Measured(metrics)
+
+
+LARGEST_CHANNELS = Measure("largest_channels", _measure_overlap)
+
+
+def _magnitude(taps: Taps) -> jax.Array:
+    return jnp.mean(jnp.abs(taps.residual.astype(jnp.float32)), axis=1)
+
+
+def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Ranks the channel of the largest hidden states among the output channels of the same layer.
+
+    Returns:
+      One of `PARTS` -> how many channels of that projection have a larger norm of their weights than the channel with
+      the largest mean |hidden state| over sequences and positions, of D, [layers]: 0 if it has the largest.
+    """
+    hidden: Any = analysis.measure(loaded, [tokens[:, :-1]], _magnitude)
+    channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]
+    norms = {part: channel_norms(output_kernels(loaded.params, part)) for part in PARTS}
+    return {part: np.sum(of > np.take_along_axis(of, channels, -1), -1) for part, of in norms.items()}
+
+
+def _measure_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    ranks = ranks_of_largest_channel(loaded, inputs.evaluation[:64])
+    say("largest channel")
+    return Measured({k: v for part, of in ranks.items() for k, v in by_layer(f"{part}_larger_norms", of).items()})
+
+
+LARGEST_CHANNEL_WEIGHTS = Measure("largest_channel_weights", _measure_weights)

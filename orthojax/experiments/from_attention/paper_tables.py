@@ -135,16 +135,11 @@ TABLE_7 = _table(
 )
 
 # Width and largest activation, which is that of Table 2's first token, rounded.
-TABLE_8 = _table(
-    "model.d_model max_abs_first",
-    {
-        "gpt2_60m_vanilla": (512, 1856.0),
-        "gpt2_130m_vanilla": (768, 7018.0),
-        "gpt2_350m_vanilla": (1024, 40196.0),
-        "gpt2_1_4b_vanilla": (2048, 56798.0),
-        "llama2_130m_vanilla": (768, 4623.0),
-    },
-)
+_WIDTHS = {"gpt2_60m": 512, "gpt2_130m": 768, "gpt2_350m": 1024, "gpt2_1_4b": 2048, "llama2_130m": 768}
+TABLE_8 = {
+    f"{model}_vanilla": {"model.d_model": width, "max_abs_first": round(TABLE_2[f"{model}_vanilla"]["max_abs_first"])}
+    for model, width in _WIDTHS.items()
+}
 
 # Pearson correlation, over layers, of kurtosis and norm ratio; rows are taken to be in the order of Table 2.
 _CORRELATIONS = "correlation_first correlation_rest"

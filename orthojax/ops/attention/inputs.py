@@ -35,7 +35,7 @@ class AttentionInputs:
 def prepare_inputs(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, normalizer: Normalizer, **options: Any
 ) -> AttentionInputs:
-    """Checks the arguments of `dot_product_attention`, of which it has all others, and gives arrays a batch axis.
+    """Checks the arguments of `dot_product_attention`, which it shares, and gives arrays a batch axis.
 
     Raises:
       ValueError: For shapes or dtypes that do not fit, a mask that is not boolean, or an unknown normalizer.

@@ -1,0 +1,334 @@
+"""Measures of runs on Bigram-Backcopy: recorded steps, interventions, keys, outliers, sinks by one definition."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from orthojax import analysis, quant
+from orthojax.analysis.sink_logits import sink_logit_gap_sum
+from orthojax.data import BigramBackcopy
+from orthojax.experiments.active_dormant.mechanism_probe import probe_file
+from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.model import Interventions, LoadedModel, Taps, Transformer
+from orthojax.ops.cross_entropy import perplexity
+from orthojax.train import Inputs, read_metrics
+from orthojax.train.evaluation import observing, validation_loss_nats
+
+_RISKS = ("backcopy_excess_risk_nats", "bigram_excess_risk_nats")
+_BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "residual_norm_first")
+
+
+def half_step(steps: ArrayLike, values: ArrayLike) -> float:
+    """Returns the first step at which a curve has made half of its last large change.
+
+    That change is the one to the end from the point that is farthest from it: the start, or the top of a rise.
+
+    >>> half_step([0, 10, 20, 30], [4.0, 3.0, 1.0, 0.0])
+    20.0
+    >>> half_step([0, 10, 20, 30, 40], [2.0, 6.0, 5.0, 2.0, 1.0])
+    30.0
+    """
+    left = np.abs(np.asarray(values, float) - np.asarray(values, float)[-1])
+    farthest = int(np.argmax(left))
+    return float(np.asarray(steps)[farthest + np.argmax(left[farthest:] <= 0.5 * left[farthest])])
+
+
+def line(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
+    """Returns (correlation, slope) of the line through points."""
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    return float(np.corrcoef(x, y)[0, 1]), float(np.polyfit(x, y, 1)[0])
+
+
+def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Computes of every curve its start, its largest value, its growth, `half_step`, and fits to late steps.
+
+    The fits are lines over ln t from step 200 on (`log_r`, `log_slope`) and over t from 500 on (`linear_r`,
+    `linear_slope`).
+    """
+    lines = [line for line in read_metrics(loaded.source.parents[1] / "metrics.jsonl") if "sink_attention" in line]
+    layers = range(loaded.config.model.num_layers)
+    found: dict[str, float] = {}
+    for name in (*_RISKS, *(f"{name}/layer_{layer}" for name in _BY_LAYER for layer in layers)):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if len(points) < 2:
+            continue
+        steps, values = (np.array(column, float) for column in zip(*points, strict=True))
+        found[f"{name}/start"], found[f"{name}/half_step"] = float(values[0]), half_step(steps, values)
+        found[f"{name}/largest"] = float(values.max())
+        if values[0]:
+            found[f"{name}/growth"] = float(values[-1] / values[0])
+        for kind, x, late in (("log", np.log(np.maximum(steps, 1)), steps >= 200), ("linear", steps, steps >= 500)):
+            if late.sum() > 2 and np.ptp(values[late]) > 0:
+                found[f"{name}/{kind}_r"], found[f"{name}/{kind}_slope"] = line(x[late], values[late])
+    say("history")
+    return Measured(found)
+
+
+HISTORY = Measure("history", _history)
+
+
+def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> dict[str, float]:
+    """Computes what the paper says of the gradient of <s>'s residual stream, by layer.
+
+    The gradient is that of the loss at other positions. `gradient_final_cosine`: its mean cosine with that of the last
+    probe. `gradient_decay`: the slope of its logarithm against that of the residual norm; -1 is 1 / norm.
+    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s.
+
+    Args:
+      probes: The arrays of every probe, in the order of their steps.
+      since: The first step that counts.
+    """
+    late = [arrays for arrays in probes if arrays["step"] >= since]
+    by_probe = {name: np.stack([of[name] for of in late]).astype(float) for name in late[0] if name[:6] == "first_"}
+    gradients = by_probe["first_gradient"]  # [probes, L, D]
+    sizes, norms = np.linalg.norm(gradients, axis=-1), np.linalg.norm(by_probe["first_residual"], axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):  # after the last block there is no gradient
+        cosines = np.einsum("PLD,LD->PL", gradients, gradients[-1]) / (sizes * sizes[-1])
+    found: dict[str, float] = {}
+    for layer in range(gradients.shape[1]):
+        values = {
+            "gradient_final_cosine": cosines[:-1, layer].mean(),
+            "gradient_weak_share": by_probe["first_gradient_weak_share"][:, layer].mean(),
+            "gradient_key_cosine": by_probe["first_gradient_key_cosine"][:, layer].mean(),
+        }
+        if np.all(sizes[:, layer] > 0):
+            values["gradient_decay"] = np.polyfit(np.log(norms[:, layer]), np.log(sizes[:, layer]), 1)[0]
+        found |= {f"{name}/layer_{layer}": float(value) for name, value in values.items() if np.isfinite(value)}
+    return found
+
+
+def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    folder, probes = loaded.source.parents[1] / "probes", []
+    for step in sorted(loaded.config.train.probe_steps):
+        with np.load(probe_file(folder, step)) as arrays:
+            probes.append({name: arrays[name] for name in arrays})
+    say("mechanism")
+    return Measured(mechanism(probes))
+
+
+MECHANISM = Measure("mechanism", _mechanism)  # of runs with `mechanism_probe`
+
+
+_KEPT = (
+    *("backcopy_excess_risk_nats", "bigram_excess_risk_nats", "sink_attention_rest", "sink_logit_gap"),
+    *("value_norm_first", "residual_norm_first", "residual_peak"),
+)
+
+
+def _scales(num_layers: int) -> dict[str, Interventions]:
+    """Returns interventions by name, all with the same fields, so that one compiled program serves them all."""
+    ones = np.ones(num_layers, np.float32)
+    later = np.minimum(np.arange(num_layers, dtype=np.float32), 1)  # 0 for the first layer
+    given = {"none": (ones, ones), "no_attention": (0 * ones, ones), "no_mlp": (ones, 0 * ones)}
+    if num_layers > 1:
+        given["no_layer_0"] = later, later
+    return {
+        name: Interventions(attention_scale=jnp.asarray(attention), mlp_scale=jnp.asarray(mlp))
+        for name, (attention, mlp) in given.items()
+    }
+
+
+def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Computes `NAME: METRIC` of every intervention: risks, and by layer sink, gap, value and peak."""
+    assert inputs.task is not None
+    (observe, risks_of), tokens, found = observing(inputs.task), jnp.asarray(inputs.evaluation[:128, :-1]), {}
+    for name, given in _scales(loaded.config.model.num_layers).items():
+        observed = analysis.measure(loaded, [(tokens, tokens)], observe, given, output=risks_of)
+        metrics = analysis.finalize(observed[0]) | analysis.finalize(observed[1])
+        for key, value in metrics.items():
+            if key.split("/")[0] in _KEPT and np.isfinite(value):
+                found[f"{name}: {key}"] = value
+    say("interventions")
+    return Measured(found)
+
+
+INTERVENTIONS = Measure("interventions", _intervene)
+
+
+def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Measures weights on <s> of sequences without triggers, and which tokens the head takes for triggers.
+
+    The published probe: after <s> and non-triggers comes a token c; c is called a trigger if the last query's weight on
+    <s> is below 0.89.
+    """
+    assert inputs.task is not None
+    task, T = inputs.task, loaded.config.data.sequence_length
+    characters, plain = np.flatnonzero(np.asarray(task.marginal) > 0), task.plain
+    rng, start = np.random.default_rng(0), list(task.bos_ids)
+    dormant = np.array([[*start, *rng.choice(plain, T - len(start))] for _ in range(32)])
+    probes = np.array([[*start, *rng.choice(plain, T - len(start) - 1), c] for c in characters])
+
+    def observe(taps: Taps) -> jax.Array:
+        return jnp.mean(taps.attention_weights[..., 0], axis=1)  # [B, T], mean over heads
+
+    on_first, last = (np.asarray(analysis.measure(loaded, [jnp.asarray(x)], observe)) for x in (dormant, probes))
+    is_trigger = np.asarray(task.is_trigger(jnp.asarray(probes[:, -1:])))[:, 0]
+    found: dict[str, float] = {}
+    for layer in range(len(on_first)):
+        called = last[layer, :, -1] < 0.89
+        found[f"dormant_sink/layer_{layer}"] = float(on_first[layer, :, len(start) :].mean())
+        found[f"triggers_found/layer_{layer}"] = float(called[is_trigger].mean())
+        found[f"others_called_triggers/layer_{layer}"] = float(called[~is_trigger].mean())
+    say("sequences without triggers")
+    return Measured(found)
+
+
+WITHOUT_TRIGGERS = Measure("without_triggers", _without_triggers)
+
+
+def key_mass(
+    weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, task: BigramBackcopy
+) -> dict[str, jax.Array]:
+    """Computes where one layer attends, mean over heads and late queries, those of the second half of a sequence.
+
+    Args:
+      weights: [B, N, T, T].
+      value_norms: ||W_o v||, [B, N, T].
+      tokens: int [B, T].
+      task: Says which ids are triggers, and that after a delimiter none is.
+
+    Returns:
+      Scalars of non-trigger queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on
+      the token that has most above its `largest_token_equal`, which equal weights would give it by its occurrences;
+      `token_value_ratio`, the value norm of that token's keys over that of all; with a delimiter `delimiter_key`. Of
+      trigger queries `active_first_key` and `active_trigger_keys`, and with a delimiter `delimiter_key_triggers` of
+      queries whose token is a trigger elsewhere.
+    """
+    T, V, is_trigger, delimiter = tokens.shape[1], task.vocab_size, task.is_trigger(tokens), task.delimiter_id
+    trigger = jnp.isin(jnp.arange(V), jnp.asarray(task.triggers))  # by id
+    late = jnp.arange(T) >= T // 2
+    mean_weights = jnp.mean(weights, axis=1)
+    one_hot = jax.nn.one_hot(tokens, V, dtype=weights.dtype)
+
+    def mean(values: jax.Array, queries: jax.Array) -> jax.Array:
+        where = queries & late[None]
+        return jnp.einsum("btx,bt->x", values, where.astype(values.dtype)) / jnp.sum(where)
+
+    by_token = jnp.einsum("bts,bsv->btv", mean_weights, one_hot)
+    token = mean(by_token, ~is_trigger)
+    seen = jnp.cumsum(one_hot, axis=1) / (1 + jnp.arange(T, dtype=weights.dtype))[None, :, None]
+    equal = mean(seen, ~is_trigger)
+    most = jnp.argmax(token - equal)
+    norms = jnp.mean(value_norms, axis=1)
+    of_delimiter = {}
+    if delimiter is not None:
+        at_triggers = mean(by_token[..., delimiter, None], trigger[tokens])[0]
+        of_delimiter = {"delimiter_key": token[delimiter], "delimiter_key_triggers": at_triggers}
+    return of_delimiter | {
+        "first_key": mean(mean_weights[..., :1], ~is_trigger)[0],
+        "largest_token": token[most],
+        "largest_token_equal": equal[most],
+        "token_value_ratio": jnp.mean(norms, where=tokens == most) / jnp.mean(norms),
+        "trigger_keys": jnp.sum(token, where=trigger),
+        "active_first_key": mean(mean_weights[..., :1], is_trigger)[0],
+        "active_trigger_keys": jnp.sum(mean(by_token, is_trigger), where=trigger),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _observing(task: BigramBackcopy) -> Callable[..., dict[str, jax.Array]]:
+    def observe(taps: Taps, tokens: jax.Array) -> dict[str, jax.Array]:
+        return key_mass(taps.attention_weights, taps.value_norms, tokens, task)
+
+    return observe
+
+
+def _measure_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    assert inputs.task is not None
+    tokens = inputs.evaluation[:, :-1]
+    seen = analysis.measure(loaded, [(tokens, tokens)], _observing(inputs.task))
+    say("keys")
+    metrics: dict[str, float] = {}
+    for name, layers in seen.items():
+        metrics |= by_layer(name, np.asarray(layers))
+    return Measured(metrics)
+
+
+KEY_MASS = Measure("keys", _measure_keys)
+
+
+def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Computes the measures of From Attention to Activation, and perplexity at every quantisation setting."""
+    tokens = inputs.evaluation[:, :-1]
+    batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
+    found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))
+    for key in ("sequences", *(key for key in found if key.startswith(("value_norm", "residual_norm")))):
+        del found[key]  # which the evaluation has
+    models = {"perplexity": loaded.model}
+    for name, setting in quant.SETTINGS.items():
+        models[f"perplexity_{name}"] = Transformer(loaded.config.model, linear=quant.quantized_linear(setting))
+    for name, model in models.items():
+        found[name] = perplexity(validation_loss_nats(loaded.config, loaded.params, inputs, model=model))
+    say("outliers")
+    return Measured(found)
+
+
+OUTLIERS = Measure("outliers", _outliers)
+
+ALIGNED_ROWS, LAST_TOKENS = 8, 128
+
+
+def _observe(taps: analysis.Taps) -> dict[str, jax.Array]:
+    """Computes means of one block over a batch; by head [N] if heads have them."""
+    gap, queries = sink_logit_gap_sum(taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool))
+    return {
+        # Without query 0, which sees no other key: at two lengths its share of the queries differs.
+        "first_weight": analysis.first_attention_mass_by_head(taps.attention_weights[:, :, 1:]),
+        "gap": gap / queries,
+        "values": jnp.stack([f(taps.value_norms) for f in (analysis.value_norm_first, analysis.value_norm_rest)]),
+        "residuals": jnp.stack([f(taps.residual) for f in (analysis.residual_norm_first, analysis.residual_norm_rest)]),
+        # At the first position: the input of the block, the stream after its attention, and after its MLP.
+        "first_norms": jnp.stack(
+            [analysis.residual_norm_first(x) for x in (taps.residual_before, taps.post_attention, taps.residual)]
+        ),
+    }
+
+
+def _last_logits(taps: analysis.Taps) -> jax.Array:
+    return taps.attention_logits[:, :, -1].astype(jnp.float32)  # [B, N, S]
+
+
+def _align(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Computes sink, drain, peak and concentration, with the first position against all others whatever its token.
+
+    `sink_layer` is the layer with most weight on the first position, in the mean over heads; `gap` and the spreads are
+    of it. `drain` and `peak` are those of the most pronounced layer. `made_by` is the block that raises the norm of the
+    first position most, and `made_by_mlp` the share of its MLP in what that block adds.
+    """
+    tokens = np.asarray(inputs.evaluation[:ALIGNED_ROWS, :-1])
+    by_row: Any = [analysis.measure(loaded, [jnp.asarray(row[None])], _observe) for row in tokens]
+    seen = {name: np.mean([np.asarray(of[name]) for of in by_row], axis=0) for name in by_row[0]}
+    # The published probe: one text, with many last tokens.
+    texts = np.repeat(tokens[:1], LAST_TOKENS, axis=0)
+    texts[:, -1] = np.random.default_rng(0).choice(np.unique(inputs.evaluation[:, 1:]), LAST_TOKENS)
+    logits: Any = [
+        np.asarray(analysis.measure(loaded, [jnp.asarray(texts[i : i + 32])], _last_logits))
+        for i in range(0, LAST_TOKENS, 32)
+    ]
+    spread = np.concatenate(logits, axis=1).std(axis=1)  # [L, N, S]
+    weight, norms = seen["first_weight"].mean(axis=-1), seen["first_norms"]
+    layer, rise = int(np.argmax(weight)), norms[:, 2] - norms[:, 0]
+    made = int(np.argmax(rise))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = seen["values"][:, 0] / seen["values"][:, 1]  # a layer without attention has no values
+    found = {
+        "sink_layer": layer,
+        "first_weight": weight[layer],
+        "gap": seen["gap"][layer].mean(),
+        "drain": np.nanmin(values),
+        "peak": (seen["residuals"][:, 0] / seen["residuals"][:, 1]).max(),
+        "made_by": made + 1,
+        "made_by_mlp": (norms[made, 2] - norms[made, 1]) / rise[made],
+        "spread_first": spread[layer, :, 0].mean(),
+        "spread_rest": spread[layer, :, 1:-1].mean(),
+    }
+    say("aligned")
+    return Measured({name: float(value) for name, value in found.items()})
+
+
+ALIGNED_MEASURE = Measure("aligned", _align)
