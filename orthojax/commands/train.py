@@ -107,8 +107,16 @@ def main(_: list[str]) -> None:
         return
     workdir = _workdir()
 
-    from orthojax import train
-    from orthojax.train import distributed
+    from orthojax.train import (
+        check_workdir,
+        closing,
+        describe_data,
+        distributed,
+        keep_compiled_programs,
+        open_inputs,
+        opening,
+        train,
+    )
 
     if FLAGS.multihost or _processes() != (None, None, None):
         distributed.initialize(*_processes())
@@ -119,18 +127,18 @@ def main(_: list[str]) -> None:
             print(*lines, sep="\n", flush=True)
 
     def prepare() -> Any:
-        train.check_workdir(workdir, config)
-        train.keep_compiled_programs(FLAGS.compile_cache)
-        say(f"workdir {workdir}", *train.opening(config))
+        check_workdir(workdir, config)
+        keep_compiled_programs(FLAGS.compile_cache)
+        say(f"workdir {workdir}", *opening(config))
         # Every process makes the token files that it does not find; the first to finish keeps them.
         progress = cli.tokenizing_progress() if is_primary else None
-        return train.open_inputs(config, Path(FLAGS.cache_dir), progress=progress)
+        return open_inputs(config, Path(FLAGS.cache_dir), progress=progress)
 
     inputs = distributed.sync_start(prepare)
-    say(train.describe_data(inputs.provenance))
+    say(describe_data(inputs.provenance))
     if is_primary:
         _train_with_progress(config, inputs, workdir)
         cache = [] if FLAGS.cache_dir == FLAGS["cache_dir"].default else [f"--cache_dir={FLAGS.cache_dir}"]
-        say(*train.closing(workdir, ["orthojax", "evaluate", f"--checkpoint={workdir}", *cache]))
+        say(*closing(workdir, ["orthojax", "evaluate", f"--checkpoint={workdir}", *cache]))
     else:
-        train.train(config, inputs, workdir)
+        train(config, inputs, workdir)
