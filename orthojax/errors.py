@@ -23,23 +23,12 @@ class UserError(ValueError):
     """Invalid input: the command lines print it without a traceback and exit with code 2."""
 
     def __init__(self, problem: str, *, allowed: str = "", hint: str = ""):
-        """Joins the parts that are given, one line each.
-
-        Args:
-          problem: What was wrong, with the offending value.
-          allowed: What is allowed instead.
-          hint: The nearest right name, or what to do next.
-        """
+        """Joins what was wrong, what is allowed instead, and the nearest right name or what to do next; a line each."""
         super().__init__(printable("\n".join(filter(None, (problem, allowed and f"allowed: {allowed}", hint)))))
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved its state.
-
-    Attributes:
-      signum: The signal that asked.
-      step: The step that was saved, if known.
-    """
+    """A signal asked the run to stop, and its state is saved, at a step if that is known."""
 
     def __init__(self, signum: int, step: int | None = None):
         super().__init__(signum, step)  # so that it travels between processes

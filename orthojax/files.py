@@ -15,15 +15,11 @@ from orthojax.errors import UserError
 
 
 def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
-    """Creates a folder and its parents unless it exists, and checks that files can be written to it.
-
-    Args:
-      path: The folder.
-      what: What it is, for errors.
-      files: Names of files that will be written there: none of them may be a folder.
+    """Creates a folder and its parents unless it exists, and checks that these files can be written to it.
 
     Raises:
-      UserError: If a part of the path is a file or a broken link, or the folder cannot be written to.
+      UserError: If a part of the path is a file or a broken link, the folder cannot be written to, or one of the files
+        is a folder; `what` names it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -41,9 +37,7 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file in one step: readers see the old content or the new, also after a kill or a full disk.
 
-    Args:
-      path: The file; several processes may write it at once, and the last one wins.
-      write: Gets a binary file, at a temporary name in the same folder.
+    Several processes may do so at once, and the last one wins; `write` gets a binary file with a temporary name.
 
     Raises:
       OSError: With the name of the file, which the error of a full disk lacks.
@@ -115,16 +109,11 @@ def parse_json(text: str | bytes, what: str) -> Any:
         raise UserError(f"{what} is not valid JSON: {str(error)[:200]}") from None
 
 
-def read_json(path: Path, what: str, form: type = dict) -> Any:
-    """Reads a JSON object, or a list, from a file; what is in it is for the caller to check.
-
-    Args:
-      path: The file.
-      what: What it is, for errors: "sidecar", "report".
-      form: dict or list.
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Reads a JSON object from a file; what is in it is for the caller to check.
 
     Raises:
-      UserError: If the file is absent, not a regular file, unreadable, or holds no JSON of this form.
+      UserError: If the file is absent, not a regular file, unreadable, or holds no object; `what` names it.
     """
     require_file(path, what)
     try:
@@ -132,9 +121,8 @@ def read_json(path: Path, what: str, form: type = dict) -> Any:
     except OSError as error:
         raise UserError(f"{what} {path} cannot be read: {error.strerror}") from error
     values = parse_json(content, f"{what} {path}")
-    if not isinstance(values, form):
-        allowed = "a JSON object" if form is dict else f"a JSON {form.__name__}"
-        raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed=allowed)
+    if not isinstance(values, dict):
+        raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed="a JSON object")
     return values
 
 

@@ -58,11 +58,7 @@ def byte_count(count: float | None) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, numeric: bool = False) -> list[str]:
-    """Returns the lines of a console table: every column as wide as its widest cell.
-
-    Args:
-      rows: Of equal lengths.
-      numeric: Right-align all columns but the first.
+    """Returns the lines of a console table; if it is numeric, all columns but the first are right-aligned.
 
     >>> align([["name", "n"], ["a", "10"]], numeric=True)
     ['name   n', 'a     10']

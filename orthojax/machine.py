@@ -12,12 +12,7 @@ _LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tok
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, device and date, for the JSON files of results.
-
-    Returns:
-      {"versions": {library: version}, "device": a one-line description, "date": "YYYY-MM-DD"}; a library that is not
-      installed has no version there.
-    """
+    """Returns what the JSON files of results say: {"versions": {library: version}, "device", "date": "YYYY-MM-DD"}."""
     import jax
 
     from orthojax import __version__

@@ -89,7 +89,6 @@ def test_planted_sinks_drains_and_outliers_are_found(models):
     assert found.metrics["residual_norm_first"] == pytest.approx(size)
     channels = found.arrays["max_abs_by_channel"][0]
     assert (np.argmax(channels), channels[LARGE]) == (LARGE, 40.0)
-    np.testing.assert_allclose(found.arrays["attention"][-1], (np.eye(T)[0] + 1 / T) / 2, atol=1e-6)
     # Head 0 writes nothing, so that it costs nothing to remove it; without the other nothing of attention is left.
     head_0, head_1 = found.arrays["knocked_out_head"][0]
     assert abs(head_0) < 1e-6 < 1e-3 < abs(head_1)

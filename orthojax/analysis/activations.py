@@ -2,8 +2,8 @@
 
 Hidden states are block outputs after the second residual add, one array [B, T, D] for each layer; embeddings and the
 final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2). Every
-function takes one layer, averages over sequences and returns a scalar, at least float32; averaging over layers comes
-after. Arrays of another shape are a ValueError.
+function takes one layer, averages over sequences and returns a scalar, at least float32. Arrays of another shape are a
+ValueError.
 """
 
 import math
@@ -26,9 +26,6 @@ def kurtosis_first(hidden: ArrayLike) -> jax.Array:
     """Kurtosis over channels at position 0, mean over sequences: E_b[kappa(x[b, 0])].
 
     Definition: raw, over channels, per layer and position (arXiv 2410.17174, Eq. 2 and Table 2).
-
-    Args:
-      hidden: Hidden states of one layer, [B, T, D]; of all functions here but the last two.
     """
     return jnp.mean(kurtosis(hidden_states(hidden)[:, 0]))
 
@@ -94,12 +91,8 @@ def gaussian_norm_ratio(width: int) -> float:
 def residual_norm_first(hidden: ArrayLike, first: int = 1) -> jax.Array:
     """||x||_2 at position 0, mean over sequences: the residual-state peak.
 
-    Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835); measured for
-    language models too.
-
-    Args:
-      hidden: Output of one layer, [B, T, D].
-      first: The number of first positions that the mean is over, if there are several BOS tokens.
+    Definition: the l2 norm of a block's output (Active-Dormant Attention Heads, arXiv 2410.13835). With several BOS
+    tokens the mean is over the `first` positions.
     """
     return jnp.mean(norm(hidden_states(hidden, at_least=first))[:, :first])
 
@@ -114,7 +107,7 @@ def value_norm_first(value_norms: ArrayLike, first: int = 1, *, by_head: bool = 
 
     Definition: the norm after the output projection, ||W_o^h v_j||_2 with the rows of W_o that belong to query head h
     of the same layer, because that is what reaches the residual stream (Active-Dormant Attention Heads, arXiv
-    2410.13835: value-state drains); measured for language models too.
+    2410.13835: value-state drains).
 
     Args:
       value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].

@@ -52,16 +52,13 @@ def first_attention_mass(weights: ArrayLike) -> jax.Array:
 
 
 def sink_rate(mass_by_head: ArrayLike, threshold: float = SINK) -> jax.Array:
-    """Share of (layer, head) that are attention sinks.
+    """Share of (layer, head) that are attention sinks, a scalar in [0, 1], float32.
 
     Definition: share of (layer, head) whose mean weight on key 0 over queries exceeds a threshold (0.3).
 
     Args:
       mass_by_head: `first_attention_mass_by_head` of one or more layers, [..., N], each over the whole evaluation set.
       threshold: Must be exceeded, equality does not count.
-
-    Returns:
-      A scalar in [0, 1], float32.
 
     >>> float(sink_rate(jnp.array([[0.9, 0.1], [0.3, 0.31]])))
     0.5
@@ -75,12 +72,6 @@ def chance_of_first(length: float, *, softmax1: bool = False, n: float = 0.0, wi
     Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t, softmax-1 1/(t + 1) and softmax_n
     1/(t + n). The first of these is also the share of queries whose largest weight is key 0 if each prefers one of
     its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T.
-
-    Args:
-      length: T, tokens of a sequence.
-      softmax1: Whether the weights are those of softmax-1, which is n = 1.
-      n: Of softmax_n.
-      window: W, how many keys each query sees at most; None means all before it.
 
     >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
     (0.75, 0.4167)
@@ -96,9 +87,6 @@ def null_mass_by_head(weights: ArrayLike) -> jax.Array:
     """1 - sum of the weights of a row, mean over queries and sequences: [N].
 
     0 for softmax; what softmax-1 leaves to none of the keys; negative where weights sum to more than 1, as ReLU's may.
-
-    Args:
-      weights: Attention weights, [B, N, T, S].
     """
     return 1.0 - jnp.mean(jnp.sum(at_least_float32(attention_weights(weights)), axis=-1), axis=(0, 2))
 
@@ -108,9 +96,6 @@ def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
 
     Definition: -sum_j w_j log w_j, with the null mass as one more key; ln(t) for equal weights on t keys. Negative
     weights, as GELU's, count as 0, and a row that sums to more than 1, as ReLU's may, is divided by its sum first.
-
-    Args:
-      weights: Attention weights, [B, N, T, S].
     """
     weights = jnp.maximum(at_least_float32(attention_weights(weights)), 0.0)
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
@@ -139,13 +124,7 @@ def head_activity(head_norms: ArrayLike, residual_before: ArrayLike) -> jax.Arra
 
 
 def activity_histogram(activity: ArrayLike, domain: ArrayLike, num_domains: int) -> jax.Array:
-    """Counts the queries of each data domain by activity and head: [domains, bins, N]; counts of batches add up.
-
-    Args:
-      activity: From `head_activity`, [B, N, T].
-      domain: Number of the domain of each query, int [B, T]; below `num_domains`.
-      num_domains: Their number.
-    """
+    """Counts the queries of each data domain, int [B, T], by activity and head: [domains, bins, N]; counts add up."""
     activity = at_least_float32(activity)
     place = (jnp.log10(jnp.maximum(activity, 1e-30)) - _LOWEST) / (_HIGHEST - _LOWEST)
     bins = jax.nn.one_hot(jnp.clip((place * _BINS).astype(int), 0, _BINS - 1), _BINS, dtype=activity.dtype)
@@ -157,10 +136,8 @@ def active_shares(histogram: ArrayLike) -> np.ndarray:
     """Share of queries at which a head is active, by data domain: [..., domains, N]; nan for an empty domain.
 
     The bins are 12% wide, and so is what is known of the threshold. The lowest bin, which has the queries at which a
-    head writes nothing, is never active: a head that writes nothing anywhere is active nowhere.
-
-    Args:
-      histogram: From `activity_histogram`, of all batches, [..., domains, bins, N]; any multiple of it.
+    head writes nothing, is never active: a head that writes nothing anywhere is active nowhere. The histogram is that
+    of `activity_histogram`, of all batches, or any multiple of it.
     """
     histogram = np.asarray(histogram, float)
     seen = histogram.sum(axis=-3) > 0  # [..., bins, N]

@@ -65,10 +65,7 @@ def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger
 
 
 def backcopy_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
-    """Risk above the oracle's at triggers, for rules whose outcome is not certain: mean of KL(q || p) over them.
-
-    Arguments as of `backcopy_risk_nats`, from which it differs by the oracle's risk, that of the rule itself.
-    """
+    """Risk above the oracle's at triggers, for rules whose outcome is not certain: mean of KL(q || p) over them."""
     return _mean(risk_sums(log_probs, oracle_probs, is_trigger)["backcopy_excess_risk_nats"])
 
 

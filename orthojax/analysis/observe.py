@@ -24,11 +24,8 @@ from orthojax.model import Interventions, LoadedModel, Taps, mesh_of
 if TYPE_CHECKING:
     from orthojax.model import Transformer
 
-# Maxima over layers although each layer's value is a mean; see `finalize`.
-_MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")
-
-# Of `observe_language_model` by head: the largest |x| of each channel, no mean over heads.
-_BY_CHANNEL = "max_abs_by_channel"
+_MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")  # although each layer's value is a mean
+_BY_CHANNEL = "max_abs_by_channel"  # no mean over heads
 
 
 class Statistics(NamedTuple):
@@ -56,10 +53,8 @@ def observe_language_model(
 
     Args:
       taps: What the block shows.
-      post_attention: Also take the statistics of hidden states from the residual stream after attention, under names
-        that start with `post_attention_`.
-      basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, under names that
-        start with `rotated_`.
+      post_attention: Also take the statistics of the residual stream after attention, named `post_attention_...`.
+      basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, `rotated_...`.
       by_head: Keep the axis of heads for `finalize_arrays`, and also take null mass, entropy and `sink_logit_gap` (of
         all queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel.
 
@@ -96,7 +91,6 @@ def observe_language_model(
 
 
 def _heads(taps: Taps) -> dict[str, jax.Array]:
-    """Means over queries and sequences, [N] each."""
     weights = taps.attention_weights
     fraction = jax.vmap(lambda head: attention.first_attention_fraction(head[:, None]), in_axes=1)
     return {
@@ -113,15 +107,14 @@ def observe_backcopy(
 ) -> Callable[[Taps], Statistics]:
     """Returns an observe function for Bigram-Backcopy.
 
+    It gives sink attention and logits at non-triggers, null mass and entropy of attention, value and residual norms,
+    and the activity of heads; by head but for the residual stream.
+
     Args:
       is_trigger: The mask of tokens that are triggers, bool [B, T], of the batch that the model will see.
       bos_count: BOS tokens at the start; their attention is summed, and norms of <s> are means over them.
       tokens: int [B, T] of that batch; with them logits are also compared by token, see `logit_summary`.
       vocab_size: The number of ids of these tokens.
-
-    Returns:
-      A function of one layer's taps, which gives sink attention and logits at non-triggers, null mass and entropy of
-      attention, value and residual norms, and the activity of heads; by head but for the residual stream.
     """
     is_trigger, first = jnp.asarray(is_trigger), max(1, bos_count)
 
@@ -151,13 +144,7 @@ def observe_backcopy(
 
 
 def observe_backcopy_risks(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> Statistics:
-    """Reduces predictions to the risks of Bigram-Backcopy, as statistics without a layer axis.
-
-    Args:
-      log_probs: Log-probabilities of the model in nats, [B, T, V].
-      oracle_probs: Probabilities of the next token under the law of the data, [B, T, V].
-      is_trigger: The mask of tokens that are triggers, bool [B, T].
-    """
+    """Reduces predictions to the risks of Bigram-Backcopy, as statistics without layers; see `backcopy_risk_nats`."""
     sums = backcopy.risk_sums(log_probs, oracle_probs, is_trigger)
     return _statistics(jnp.shape(is_trigger)[0], {}, sums, {}, jnp.bool_(True))
 
@@ -186,9 +173,8 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
     """Returns the metrics by name, computed on the host in float64.
 
     A key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without attention, which
-    their means leave out. Bigram-Backcopy's `sink_attention` and `sink_attention_rest` are the maximum over layers, and
-    so are the keys that end in `_maximum`. The catalogue defines what is derived here: `sink_rate`, and of
-    Bigram-Backcopy `value_drain`, `residual_peak`, `active_at_triggers` and the like.
+    their means leave out. `sink_attention`, `sink_attention_rest` and keys that end in `_maximum` are maxima over
+    layers. The catalogue defines what is derived here, such as `sink_rate` and `value_drain`.
 
     Args:
       statistics: Of all batches, leaves stacked over layers (or without layers).
@@ -216,16 +202,13 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
 
 
 def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
-    """Returns the metrics with one more axis than layers, float64: [L, N] by head, `max_abs_by_channel` [L, D].
-
-    Values by head are nan in layers without attention.
-    """
+    """Returns the metrics with one more axis than layers, float64: [L, N] by head, `max_abs_by_channel` [L, D]."""
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
     return {name: mean for name, mean in _means(statistics).items() if mean.ndim == 2}
 
 
 def _of_hidden_states(name: str) -> bool:
-    """Tells metrics of hidden states, which a layer without attention has too, from those of attention."""
+    """Tells metrics that a layer without attention has too."""
     found = define(name)
     return found is not None and found.group == "hidden states"
 
@@ -277,8 +260,7 @@ def measure(
 
     There is one compiled program for each (model, observe, output), shape of a batch and set of interventions, whatever
     their values: give functions of a module, or keep those that you make, so that a later call finds it. Taps that they
-    do not read are not computed. If the parameters lie on a mesh, results are replicated, so that every process can
-    read them.
+    do not read are not computed. On a mesh, results are replicated.
 
     Args:
       loaded: The model; its parameters may lie on a mesh.
@@ -319,7 +301,6 @@ def _apply(
     tokens: Any,
     *extra,
 ) -> tuple[Any, ...]:
-    """Returns (observed,) or (observed, output) of one batch, replicated if there is a mesh."""
     options: Any = {} if interventions is None else {"interventions": interventions}  # other models need not have them
     result: Any = model.apply(
         {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None, **options

@@ -17,8 +17,7 @@ from orthojax.analysis.backcopy import SumAndCount, by_head, mean_over_heads
 from orthojax.analysis.inputs import of_one_layer, triggers
 from orthojax.ops.statistics import at_least_float32
 
-# The sums of `logit_sums` that are no metrics.
-ONLY_SUMS = ("sink_logit_squared", "gap_of_token", "logit_of_token", "logit_of_token_squared")
+ONLY_SUMS = ("sink_logit_squared", "gap_of_token", "logit_of_token", "logit_of_token_squared")  # no metrics
 
 
 def _split(
@@ -65,14 +64,7 @@ def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1)
 def logit_sums(
     logits: ArrayLike, tokens: ArrayLike, is_trigger: ArrayLike, vocab_size: int, bos_count: int = 1
 ) -> dict[str, SumAndCount]:
-    """Sums the logits of one batch for `logit_summary`; sums of two batches add up.
-
-    Args:
-      logits: Scaled attention logits, before the mask, [B, N, T, S].
-      tokens: int [B, T].
-      is_trigger: The mask of tokens that are triggers, bool [B, T].
-      vocab_size: V.
-      bos_count: BOS tokens at the start; as of `sink_logit_gap`.
+    """Sums the logits of one batch for `logit_summary`, with tokens int [B, T] of V ids; sums of two batches add up.
 
     Returns:
       By name (sum, number of terms), with a last axis of N heads in the sum; `sink_logit` and `sink_logit_squared` over

@@ -15,21 +15,12 @@ from orthojax.formatting import align, number
 
 
 class Row(NamedTuple):
-    """One metric.
+    """One metric."""
 
-    Attributes:
-      name: Its key in the catalogue, `kurtosis_first` for example.
-      value: Mean over layers.
-      by_layer: [L].
-      chance: Its value if nothing stands out; nan without such a level.
-      label: The catalogue's.
-    """
-
-    name: str
-    value: float
-    by_layer: np.ndarray
-    chance: float
-    label: str
+    name: str  # in the catalogue
+    value: float  # mean over layers
+    by_layer: np.ndarray  # [L]
+    chance: float  # its value if nothing stands out; nan without such a level
 
 
 class Summary(NamedTuple):
@@ -46,7 +37,7 @@ class Summary(NamedTuple):
         cells = [["", "mean over layers", "by chance", "largest of a layer", ""]]
         for row in self.rows:
             chance = "" if math.isnan(row.chance) else number(row.chance)
-            cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), row.label])
+            cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), label(row.name)])
         return "\n".join(align(cells))
 
 
@@ -58,12 +49,11 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
               weights: ArrayLike | Sequence[ArrayLike] | None = None) -> Summary:  # fmt: skip
     """Tabulates outliers of hidden states and attention to the first token, of one's own arrays.
 
-    Legend: L layers, B batch, T positions, D channels, N heads, S keys. Definitions: those of the functions of the same
-    names in `orthojax.analysis`.
+    The functions of the same names in `orthojax.analysis` define its rows. One layer may come alone.
 
     Args:
-      hidden: Hidden states after each block, [L, B, T, D] or L arrays [B, T, D]; one layer may come alone.
-      weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S]; one layer may come alone.
+      hidden: Hidden states after each block, [L, B, T, D] or L arrays [B, T, D].
+      weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S].
 
     Raises:
       ValueError: For other shapes, numbers that are not finite, logits in the place of weights, hidden states and
@@ -99,15 +89,13 @@ def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
         given = [given] if len(given.shape) == ndim else given
         if len(np.shape(given[0])) != ndim:
             raise ValueError(f"{words} {list(given.shape)}; {allowed}")
-    layers = []
     for i, of in enumerate(given):
         if not hasattr(of, "shape") or len(of.shape) != ndim:
             what = list(of.shape) if hasattr(of, "shape") else f"a {type(of).__name__}"
             raise ValueError(f"{words} of layer {i}: {what}; {allowed}")
-        layers.append(jnp.asarray(of))
-        if not jnp.isfinite(layers[-1]).all():
+        if not jnp.isfinite(jnp.asarray(of)).all():
             raise ValueError(f"{words} of layer {i} have numbers that are not finite; allowed: finite ones")
-    return layers
+    return [jnp.asarray(of) for of in given]
 
 
 def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:
@@ -116,9 +104,9 @@ def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:
     _, T, D = np.shape(layers[0])
     given = Conditions(length=T, d_model=D, vocab_size=0)
     found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
-    levels = {name: chance(name, given) for name in _HIDDEN}
+    levels = {name: level for name in _HIDDEN if (level := chance(name, given)) is not None}
     levels["residual_norm_first"] = float(found["residual_norm_rest"].mean())
-    return [_row(name, values, levels) for name, values in found.items()]
+    return _rows(found, levels)
 
 
 def _of_weights(layers: Sequence[ArrayLike]) -> list[Row]:
@@ -129,20 +117,18 @@ def _of_weights(layers: Sequence[ArrayLike]) -> list[Row]:
     of = (attention.first_attention_fraction, attention.first_attention_mass)
     found = {metric.__name__: _by_layer(metric, layers) for metric in of}
     found["sink_rate"] = _by_layer(lambda w: attention.sink_rate(attention.first_attention_mass_by_head(w)), layers)
-    levels = _chance(layers)
-    return [_row(name, values, levels) for name, values in found.items()]
+    return _rows(found, _chance(layers))
 
 
 def _by_layer(metric: Callable[[Any], Any], layers: Sequence[ArrayLike]) -> np.ndarray:
     return np.array([float(metric(layer)) for layer in layers])
 
 
-def _row(name: str, values: np.ndarray, levels: Mapping[str, float | None]) -> Row:
-    level = levels.get(name)
-    return Row(name, float(values.mean()), values, math.nan if level is None else level, label(name))
+def _rows(found: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[Row]:
+    return [Row(name, float(values.mean()), values, levels.get(name, math.nan)) for name, values in found.items()]
 
 
-def _chance(layers: Sequence[ArrayLike]) -> dict[str, float | None]:
+def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
     """Returns the levels of chance that fit the weights: for causal ones those of `chance_of_first`.
 
     Late queries that see nothing of the first key are taken for a window, and rows that sum to less than 1 for
@@ -161,7 +147,5 @@ def _chance(layers: Sequence[ArrayLike]) -> dict[str, float | None]:
         mass = attention.chance_of_first(T, softmax1=not softmax, window=window)
     else:
         fraction, mass = 1 / S, 1 / (S + (not softmax))
-    return {
-        "first_attention_fraction": fraction,
-        "first_attention_mass": mass if softmax or (sums <= 1.01).all() else None,
-    }
+    known = softmax or (sums <= 1.01).all()
+    return {"first_attention_fraction": fraction, "first_attention_mass": mass if known else math.nan}

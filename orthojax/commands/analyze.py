@@ -50,16 +50,12 @@ def define_flags() -> None:
 
 
 def checkpoint_series(run: str) -> dict[str, str]:
-    """Returns step -> path of the checkpoints that a run kept, by step.
-
-    Raises:
-      UserError: For fewer than two.
-    """
+    """Returns step -> path of the checkpoints that a run kept, by step; a UserError for fewer than two."""
     from orthojax.train.checkpoint import steps_in
 
     for folder in (Path(run) / "checkpoints", Path(run)):
         if len(steps := steps_in(folder)) > 1:
-            return {str(step): str(folder / str(step)) for step in sorted(steps)}
+            return {str(step): str(folder / str(step)) for step in steps}
     raise UserError(f"--checkpoints: fewer than two in {run}", allowed="the workdir of a run with several")
 
 
@@ -97,7 +93,6 @@ def _open(loaded: Any) -> tuple[Any, Any]:
 
 
 def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Measures one model; returns this and the provenance of its text."""
     from tqdm import tqdm
 
     from orthojax.commands.any_model import measure_model
@@ -106,19 +101,9 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
     loaded, inputs = _open(load(place))
     settings = fitting(loaded, settings)
     stages = evaluation_stages(loaded.config, settings, quantize_head=FLAGS.quantize_head) + bool(FLAGS.knock_out)
+    options = {"quantize_head": FLAGS.quantize_head, "knock_out_rows": FLAGS.knock_out}
     with tqdm(desc=name, total=stages) as bar:
-
-        def count(_: str) -> None:
-            bar.update()
-
-        measured = measure_model(
-            loaded,
-            inputs,
-            settings,
-            quantize_head=FLAGS.quantize_head,
-            knock_out_rows=FLAGS.knock_out,
-            on_progress=count,
-        )
+        measured = measure_model(loaded, inputs, settings, **options, on_progress=lambda _: bar.update())
     return measured, {"name": name, **inputs.provenance}
 
 

@@ -1,17 +1,14 @@
 """Measurements of any model and their report: a run, a published model, a .gguf file.
 
-`read_rows` gives the rows of text, `measure_model` the metrics by layer and head, `knock_out` the cost of every part,
-`report` the tables and pictures of one model, of several, or of the checkpoints of one run. All numbers are those of
-`orthojax.train.evaluate_by_head`.
+All numbers are those of `orthojax.train.evaluate_by_head`.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +21,7 @@ from orthojax.experiments import figures
 from orthojax.experiments.report import Picture, Report, Table
 from orthojax.files import finite, require_file
 from orthojax.formatting import number, percent
-from orthojax.model import Interventions, LoadedModel, Taps
+from orthojax.model import Interventions, LoadedModel
 from orthojax.train import Inputs, evaluate_by_head
 from orthojax.train.evaluation import validation_loss_nats
 
@@ -35,9 +32,11 @@ _QUANTISED = "perplexity_"  # so begin the names of the metrics of quantised mod
 def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False) -> Inputs:
     """Reads the first rows of a text as tokens of a model.
 
+    An end-of-text token follows every document.
+
     Args:
       files: Of `orthojax.data.text_corpus`; or one of "topics", Python's documentation, and "stdlib", its sources.
-      tokenizer: The model's; an end-of-text token follows every document.
+      tokenizer: The model's.
       rows: At most that many; 0 for all.
       length: T, tokens that the model sees; rows have one more, the last target.
       bos: Start every row with the tokenizer's BOS token.
@@ -96,18 +95,11 @@ def _inputs(rows: np.ndarray, source: str, bits_per_nat: float | None) -> Inputs
 
 
 class Measured(NamedTuple):
-    """A measured model.
-
-    Attributes:
-      config: Of the run that trained it.
-      metrics: As of `evaluate_by_head`, without those that are not finite.
-      arrays: Those of `evaluate_by_head` and `knock_out` by name, and `attention` [T, S] and `hidden` [T, D]: weights
-        and |hidden state| on the first row, means over layers (and heads).
-    """
+    """A measured model."""
 
     config: Config
-    metrics: dict[str, float]
-    arrays: dict[str, np.ndarray]
+    metrics: dict[str, float]  # of `evaluate_by_head`, those that are finite
+    arrays: dict[str, np.ndarray]  # of `evaluate_by_head` and `knock_out`
 
 
 def measure_model(
@@ -117,17 +109,9 @@ def measure_model(
     *,
     quantize_head: bool = False,
     knock_out_rows: int = 0,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Measured:
-    """Measures a model.
-
-    Args:
-      loaded: The model.
-      inputs: The rows that it reads.
-      settings: Quantisation settings by name.
-      quantize_head: Also measure every setting with the output head quantised.
-      knock_out_rows: Rows for `knock_out`; 0 leaves it out.
-      on_progress: Called with the name of each part once it is done.
+    """Measures a model as `evaluate_by_head` does, and with `knock_out` on some of the rows unless these are 0.
 
     Raises:
       UserError: For token ids or a length that the model does not have, or a setting that does not fit it.
@@ -139,25 +123,14 @@ def measure_model(
     metrics, arrays = evaluate_by_head(
         loaded, inputs, settings=settings, quantize_head=quantize_head, on_progress=on_progress
     )
-    seen: Any = analysis.measure(loaded, [jnp.asarray(rows[:1, :-1])], _observe_first_row)
-    arrays |= {name: np.mean(array, axis=0) for name, array in zip(("attention", "hidden"), seen, strict=True)}
     if knock_out_rows:
         arrays |= knock_out(loaded, inputs, knock_out_rows)
         on_progress("knock-outs")
     return Measured(loaded.config, finite(metrics), arrays)
 
 
-def _observe_first_row(taps: Taps) -> tuple[jax.Array, jax.Array]:
-    return jnp.mean(taps.attention_weights[0], axis=0), jnp.abs(taps.residual[0])
-
-
 def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
-    """Computes by how much the loss in nats changes if a part writes nothing to the residual stream.
-
-    Args:
-      loaded: The model.
-      inputs: Rows that it reads.
-      rows: The first of these rows that are used.
+    """Computes by how much the loss in nats on the first rows changes if a part writes nothing to the residual stream.
 
     Returns:
       `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
@@ -173,15 +146,13 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
 
     before, changes = loss(whole), {}
     for part, scale in whole.items():
-        changes[f"knocked_out_{part}"] = np.zeros(scale.shape)
+        change = changes[f"knocked_out_{part}"] = np.zeros(scale.shape)
         for place in np.ndindex(scale.shape):
             without = scale.copy()
             without[place] = 0.0
-            changes[f"knocked_out_{part}"][place] = loss(whole | {part: without}) - before
+            change[place] = loss(whole | {part: without}) - before
     return changes
 
-
-# The report.
 
 # Metrics that share an axis, each in a panel of its own, and the scale of the axis.
 _CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
@@ -224,17 +195,16 @@ def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequ
     tables = [metrics_table("Metrics, means over layers and heads", metrics, next(iter(measured.values())).config)]
     for name, of in shown.items():
         tables += [_layer_table(name, of), _head_table(name, of)]
-        pictures += _maps(name, of)
+        title_of_map, weights = next(iter(_by_head(of).items()))
+        figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
+        pictures.append(Picture(f"{name}_heads", f"{name}: {title_of_map}, by head.", figure))
     return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 
 def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:
-    """Returns a table of the metrics of several models, those of single layers left out.
+    """Returns a table of metrics by the name of the model, those of single layers left out.
 
-    Args:
-      caption: Of the table.
-      metrics: Name of a model -> its metrics.
-      config: The run that levels of chance are of.
+    The levels of chance are those of the run `config`.
     """
     given, first = analysis.conditions(config), next(iter(metrics.values()))
     found = dict.fromkeys(name for of in metrics.values() for name in of)
@@ -305,9 +275,7 @@ def _by_layer(of: Measured) -> dict[int, dict[str, float]]:
 def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_label: str) -> list[Picture]:
     """Draws metrics over layers or steps, a picture for all that share an axis, with a panel for each metric.
 
-    Args:
-      curves: Label of a curve -> x -> metrics there; drawn are those that are there at two places at least.
-      x_label: Of the x axis: "layer" or "step".
+    Curves are label -> x -> metrics there; drawn are those that are there at two places at least.
     """
     pictures = []
     for metrics, scale in _CURVES:
@@ -323,15 +291,3 @@ def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_la
             name = f"{metrics.split()[0]}_by_{x_label}"
             pictures.append(Picture(name, f"{'; '.join(panels)}, by {x_label}.", figure))
     return pictures
-
-
-def _maps(name: str, of: Measured) -> list[Picture]:
-    title, weights = next(iter(_by_head(of).items()))
-    heads = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
-    attention = figures.maps({"": of.arrays["attention"]}, x_label="key", y_label="query", value_label="weight")
-    hidden = figures.maps({"": of.arrays["hidden"]}, x_label="channel", y_label="position", value_label="|x|", log=True)
-    return [
-        Picture(f"{name}_heads", f"{name}: {title}, by head.", heads),
-        Picture(f"{name}_attention", f"{name}: attention on the first row, mean over layers and heads.", attention),
-        Picture(f"{name}_hidden", f"{name}: |hidden state| on the first row, mean over layers.", hidden),
-    ]

@@ -24,14 +24,12 @@ _PACKAGE = Path(__file__).parents[1]
 _SHIPPED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
 _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the config.json of a run"
 
-# mallopt's parameters, as glibc's <malloc.h> numbers them: no block has a mapping of its own, which would go back to
-# the system when it is freed; the end of the heap is never given back; the heap grows by 500 MB at a time; and there is
-# one heap, since what threads allocate in heaps of their own is mapped.
+# mallopt's parameters, as glibc's <malloc.h> numbers them.
 _KEEP_FREED_MEMORY = {
-    "M_MMAP_MAX": (-4, 0),
-    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
-    "M_TOP_PAD": (-2, 500_000_000),
-    "M_ARENA_MAX": (-8, 1),
+    -4: 0,  # M_MMAP_MAX: no block has a mapping of its own, which would go back to the system when it is freed
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: the end of the heap is never given back
+    -2: 500_000_000,  # M_TOP_PAD: the heap grows by 500 MB at a time
+    -8: 1,  # M_ARENA_MAX: one heap, since what threads allocate in heaps of their own is mapped
 }
 
 _overrides: dict[str, str] = {}
@@ -43,7 +41,7 @@ def define_config() -> None:
 
 
 def define_cache_dir() -> None:
-    """Defines `--cache_dir`, where tokenised corpora are kept between runs."""
+    """Defines `--cache_dir`."""
     flags.DEFINE_string("cache_dir", "runs/data", "Folder of tokenised corpora, shared by runs.")
 
 
@@ -54,10 +52,7 @@ def define_compile_cache() -> None:
 
 
 def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
-    """Returns name -> path, in order; a path without a name takes the last part of it.
-
-    Raises:
-      UserError: For a name that no file can have, or one that two have.
+    """Returns name -> path, in order; a path without a name takes the last part of it; raises UserError for bad names.
 
     >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
     {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
@@ -96,11 +91,7 @@ def tokenizing_progress() -> Callable[..., None]:
 
 
 def load_config() -> Config:
-    """Returns the config of `--config`, with every `--config.x=` override applied at once.
-
-    Raises:
-      UserError: For a missing or broken file, an unknown field, a wrong value or an impossible combination.
-    """
+    """Returns the config of `--config`, with every `--config.x=` override applied at once."""
     path = flags.FLAGS["config"].value
     return replace_fields(_config_from_file(_found(Path(path))) if path else Config(), _overrides)
 
@@ -155,7 +146,6 @@ def _take_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def _own_flags() -> list[flags.Flag]:
-    """Returns the flags of this command, without those of libraries."""
     home = flags.FLAGS.find_module_defining_flag
     return [flags.FLAGS[name] for name in sorted(flags.FLAGS) if (home(name) or "").startswith("orthojax.")]
 
@@ -173,7 +163,6 @@ def _help(about: str) -> str:
 
 
 def _nearest_flag(name: str) -> str:
-    """Returns the hint for a flag that this command does not have: its nearest flag or config field."""
     known = [flag.name for flag in _own_flags()]
     if "config" in flags.FLAGS:
         known += [f"config.{path}" for path in field_paths(Config)]
@@ -223,7 +212,6 @@ def guarded(call: Callable[[], Any]) -> Any:
 
 
 def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> list[str]:
-    """Returns the positional arguments; flags are kept by absl, overrides of the config here."""
     if {"--help", "-h", "-help", "--helpfull", "--helpshort"} & set(argv[1:]):
         print(_help(about))
         sys.exit(0)
@@ -246,11 +234,10 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
 def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory for the next allocation instead of returning it to the system.
 
-    XLA allocates and frees the temporaries of a program at every call. On a CPU they come from malloc, and glibc
-    returns large ones at once, so that each training step takes new pages, which the system clears one by one. Call it
-    before JAX starts. Only on Linux with glibc, and only where JAX will run on CPUs: the memory of other devices is
-    allocated once by XLA itself. The process then holds the most memory it ever needed. The environment variable
-    ORTHOJAX_KEEP_FREED_MEMORY=0 leaves everything as it is, in the processes it starts too.
+    On a CPU XLA's temporaries come from malloc, and glibc returns large ones at once, so that each training step takes
+    new pages, which the system clears one by one. Call it before JAX starts. It does nothing without glibc, on other
+    devices, and with the environment variable ORTHOJAX_KEEP_FREED_MEMORY=0. The process then holds the most memory it
+    ever needed.
 
     Returns:
       Whether freed memory is kept.
@@ -260,16 +247,13 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc" or not on_cpu or os.environ.get("ORTHOJAX_KEEP_FREED_MEMORY") == "0":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.values()])
+    return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.items()])
 
 
 def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:
     """Parses flags, calls `main` with the positional arguments, and reports errors.
 
-    Args:
-      main: The command; the docstring of its module is the help.
-      positional: What a positional argument is; '' for a command without one.
-      several: Whether there may be more than one.
+    The docstring of its module is the help; `positional` says what an argument is, '' that there is none.
     """
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     keep_freed_memory()

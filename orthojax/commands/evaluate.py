@@ -40,11 +40,7 @@ def define_settings() -> None:
 
 
 def named_settings() -> dict[str, Any]:
-    """Returns the quantisation settings of `--settings` by name.
-
-    Raises:
-      UserError: For an unknown one.
-    """
+    """Returns the quantisation settings of `--settings` by name."""
     from orthojax import quant
 
     if FLAGS.settings == ["none"]:
@@ -70,10 +66,6 @@ def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
     """Returns the lines that show metrics of `orthojax.train.evaluate`, in groups, without those of single layers.
 
     Each has the name in evaluation.json, the number, its level of chance, and its definition in the catalogue.
-
-    Args:
-      metrics: Of a model.
-      config: Of its run.
     """
     from orthojax import analysis
     from orthojax.formatting import align
@@ -114,19 +106,9 @@ def main(_: list[str]) -> None:
     loaded = train.load(step_folder)
     settings = fitting(loaded, settings)
     stages = train.evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
+    options = {"quantize_head": FLAGS.quantize_head, "post_attention": FLAGS.post_attention}
     with tqdm(total=stages) as bar:
-
-        def count(_: str) -> None:
-            bar.update()
-
-        metrics = train.evaluate(
-            loaded,
-            inputs,
-            settings=settings,
-            quantize_head=FLAGS.quantize_head,
-            post_attention=FLAGS.post_attention,
-            on_progress=count,
-        )
+        metrics = train.evaluate(loaded, inputs, settings=settings, **options, on_progress=lambda _: bar.update())
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
     print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")

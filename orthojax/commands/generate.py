@@ -60,9 +60,7 @@ def main(_: list[str]) -> None:
     if FLAGS.prompt_ids is None and tokenizer is None:
         tokenizer = require_tokenizer(loaded)
     prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos)
-    start = time.perf_counter()
-    times = []
-
+    start, times = time.perf_counter(), []
     generated = stream(loaded, prompt, FLAGS.tokens, **options)  # checks the prompt
 
     def ids() -> Iterator[int]:
@@ -85,9 +83,7 @@ def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
             return [int(number) for number in FLAGS.prompt_ids]
         except ValueError:
             raise UserError(f"--prompt_ids={','.join(FLAGS.prompt_ids)}", allowed="integers, as in 1,2,3") from None
-    text = FLAGS.prompt
-    if text is None:
-        text = _read(Path(FLAGS.prompt_file))
+    text = _read(Path(FLAGS.prompt_file)) if FLAGS.prompt is None else FLAGS.prompt
     ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([text])[0].tolist()
     return ids or [tokenizer.bos_id]  # of an empty text
 
@@ -103,7 +99,7 @@ def _read(path: Path) -> str:
 
 
 def _pieces(tokenizer: Any, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
-    """What there is to print after each token: characters that are complete, or ids."""
+    """Yields what there is to print after each token: characters that are complete, or ids."""
     if tokenizer is None:
         yield from (f"{token} " for token in ids)
         return

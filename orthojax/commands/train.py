@@ -94,14 +94,10 @@ def _train_with_progress(config: Config, inputs: Any, workdir: Path) -> None:
                 say(f"compiled, first step done: {time.monotonic() - started:.0f} s")
             bar.update(step - bar.n)
 
-        train(
-            config,
-            inputs,
-            workdir,
-            on_start=begin,
-            on_step=count,
-            on_line=lambda line: say(describe_line(line, steps)),
-        )
+        def show(line: dict[str, Any]) -> None:
+            say(describe_line(line, steps))
+
+        train(config, inputs, workdir, on_start=begin, on_step=count, on_line=show)
 
 
 def main(_: list[str]) -> None:
@@ -135,7 +131,8 @@ def main(_: list[str]) -> None:
         keep_compiled_programs(FLAGS.compile_cache)
         say(f"workdir {workdir}", *opening(config))
         # Every process makes the token files that it does not find; the first to finish keeps them.
-        return open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress() if is_primary else None)
+        progress = cli.tokenizing_progress() if is_primary else None
+        return open_inputs(config, Path(FLAGS.cache_dir), progress=progress)
 
     inputs = distributed.sync_start(prepare)
     say(describe_data(inputs.provenance))

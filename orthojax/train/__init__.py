@@ -6,81 +6,47 @@ to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (the log),
 takes).
 """
 
-from orthojax.train.checkpoint import (
-    ARRAYS,
-    Checkpoints,
-    DamagedError,
-    find_checkpoint,
-    list_arrays,
-    read_config,
-    read_json_item,
-    read_optimizer_state,
-    read_params,
-    require_same_data,
-    steps_in,
-    verify_checkpoint,
-)
-from orthojax.train.data import Inputs, open_inputs
-from orthojax.train.distributed import keep_compiled_programs
-from orthojax.train.estimates import (
-    describe_data,
-    dry_run,
-    model_flops_per_token,
-    model_flops_utilization,
-    opening,
-)
-from orthojax.train.evaluation import evaluate, evaluate_by_head, evaluation_stages, settings_that_do_not_fit
-from orthojax.train.loading import find_model, load, load_params, require_tokenizer
-from orthojax.train.loop import train
-from orthojax.train.mesh import make_mesh, place_rows
-from orthojax.train.metrics import DivergedError, closing, describe_line, read_metrics
-from orthojax.train.optimizer import learning_rate_schedule, make_optimizer, make_rotation
-from orthojax.train.step import TrainState, build, init_state, make_train_step, state_shapes
-from orthojax.train.workdir import check_workdir
-
-__all__ = [
-    "ARRAYS",
-    "Checkpoints",
-    "DamagedError",
-    "DivergedError",
-    "Inputs",
-    "TrainState",
-    "build",
-    "check_workdir",
-    "closing",
-    "describe_data",
-    "describe_line",
-    "dry_run",
-    "evaluate",
-    "evaluate_by_head",
-    "evaluation_stages",
-    "find_checkpoint",
-    "find_model",
-    "init_state",
-    "keep_compiled_programs",
-    "learning_rate_schedule",
-    "list_arrays",
-    "load",
-    "load_params",
-    "make_mesh",
-    "make_optimizer",
-    "make_rotation",
-    "make_train_step",
-    "model_flops_per_token",
-    "model_flops_utilization",
-    "open_inputs",
-    "opening",
-    "place_rows",
-    "read_config",
-    "read_json_item",
-    "read_metrics",
-    "read_optimizer_state",
-    "read_params",
-    "require_same_data",
-    "require_tokenizer",
-    "settings_that_do_not_fit",
-    "state_shapes",
-    "steps_in",
-    "train",
-    "verify_checkpoint",
-]
+from orthojax.train.checkpoint import ARRAYS as ARRAYS
+from orthojax.train.checkpoint import Checkpoints as Checkpoints
+from orthojax.train.checkpoint import DamagedError as DamagedError
+from orthojax.train.checkpoint import find_checkpoint as find_checkpoint
+from orthojax.train.checkpoint import list_arrays as list_arrays
+from orthojax.train.checkpoint import read_config as read_config
+from orthojax.train.checkpoint import read_json_item as read_json_item
+from orthojax.train.checkpoint import read_optimizer_state as read_optimizer_state
+from orthojax.train.checkpoint import read_params as read_params
+from orthojax.train.checkpoint import require_same_data as require_same_data
+from orthojax.train.checkpoint import steps_in as steps_in
+from orthojax.train.checkpoint import verify_checkpoint as verify_checkpoint
+from orthojax.train.data import Inputs as Inputs
+from orthojax.train.data import open_inputs as open_inputs
+from orthojax.train.distributed import keep_compiled_programs as keep_compiled_programs
+from orthojax.train.estimates import describe_data as describe_data
+from orthojax.train.estimates import dry_run as dry_run
+from orthojax.train.estimates import model_flops_per_token as model_flops_per_token
+from orthojax.train.estimates import model_flops_utilization as model_flops_utilization
+from orthojax.train.estimates import opening as opening
+from orthojax.train.evaluation import evaluate as evaluate
+from orthojax.train.evaluation import evaluate_by_head as evaluate_by_head
+from orthojax.train.evaluation import evaluation_stages as evaluation_stages
+from orthojax.train.evaluation import settings_that_do_not_fit as settings_that_do_not_fit
+from orthojax.train.loading import find_model as find_model
+from orthojax.train.loading import load as load
+from orthojax.train.loading import load_params as load_params
+from orthojax.train.loading import require_tokenizer as require_tokenizer
+from orthojax.train.loop import train as train
+from orthojax.train.mesh import make_mesh as make_mesh
+from orthojax.train.mesh import place_rows as place_rows
+from orthojax.train.metrics import DivergedError as DivergedError
+from orthojax.train.metrics import closing as closing
+from orthojax.train.metrics import describe_line as describe_line
+from orthojax.train.metrics import read_metrics as read_metrics
+from orthojax.train.optimizer import learning_rate_schedule as learning_rate_schedule
+from orthojax.train.optimizer import make_optimizer as make_optimizer
+from orthojax.train.optimizer import make_rotation as make_rotation
+from orthojax.train.step import TrainState as TrainState
+from orthojax.train.step import build as build
+from orthojax.train.step import init_state as init_state
+from orthojax.train.step import make_train_step as make_train_step
+from orthojax.train.step import state_shapes as state_shapes
+from orthojax.train.workdir import check_workdir as check_workdir

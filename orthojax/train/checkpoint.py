@@ -51,9 +51,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# Finding.
-
-
 def steps_in(folder: Path) -> list[int]:
     """Returns the steps that a `checkpoints` folder holds, in order."""
     if not os.path.isdir(folder):
@@ -63,11 +60,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder.
-
-    Raises:
-      UserError: If there is none.
-    """
+    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder; else a UserError."""
     allowed = "a workdir, its checkpoints folder, or one step's folder"
     if not os.path.isdir(path):  # pathlib raises for names that are too long
         raise UserError(f"no such checkpoint: {path}", allowed=allowed, hint=nearest_path(path))
@@ -84,15 +77,8 @@ def find_checkpoint(path: Path) -> Path:
     raise UserError(f"no orthojax checkpoint in {path}", allowed=allowed, hint=hint)
 
 
-# Reading.
-
-
 def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
-    """Returns a JSON item of one step: `config`, `data` or `checksums`.
-
-    Raises:
-      DamagedError: If it is missing or not a JSON object.
-    """
+    """Returns a JSON item of one step, `config`, `data` or `checksums`; raises DamagedError without one."""
     try:
         return read_json(step_folder / item / "metadata", "file")
     except UserError as error:
@@ -100,20 +86,12 @@ def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
 
 
 def read_config(step_folder: Path) -> Config:
-    """Returns the config that a checkpoint was trained with.
-
-    Raises:
-      UserError: If it is missing, damaged or of another version.
-    """
+    """Returns the config that a checkpoint was trained with; raises UserError if damaged or of another version."""
     return from_dict(Config, read_json_item(step_folder, "config"), f"the config in {step_folder}")
 
 
 def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
-    """Refuses other tokens than those that a checkpoint was trained on: their ids would mean something else.
-
-    Raises:
-      UserError: If they differ, as when the embedded corpus comes from another Python version.
-    """
+    """Raises UserError for other tokens than a checkpoint was trained on, as the embedded ones of another Python."""
     saved = read_json_item(step_folder, "data")
     for name, value in provenance.items():
         if saved.get(name) != value:
@@ -134,24 +112,14 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
 
 
 def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns (path, shape, dtype) of every array of `params` or `opt_state`, without reading one.
-
-    Raises:
-      DamagedError: If the item is missing or damaged.
-    """
+    """Returns (path, shape, dtype) of every array of an item, without reading one; raises DamagedError without it."""
     leaves = jax.tree.leaves_with_path(_read_shapes(step_folder, item))
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
     return [(name, leaf.shape, str(leaf.dtype)) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
 def _restore_item(step_folder: Path, item: str, like: Any) -> Any:
-    """Reads this process's part of `params` or `opt_state`, without waiting for other processes; nothing is checked.
-
-    The tree `like` has the names, shapes, dtypes and shardings that are wanted, whatever the shardings were before.
-
-    Raises:
-      UserError: If names or shapes are others.
-    """
+    """Reads this process's part of an item as in the tree `like`, whatever its shardings were, without checksums."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"reader_{process}"
@@ -174,8 +142,6 @@ def _read_item(step_folder: Path, item: str, shapes: Any) -> Any:
 def read_params(step_folder: Path) -> Any:
     """Returns the parameters alone, as a nested dict of float32 arrays on the first device of this process.
 
-    The mesh, device count and process count that saved them do not matter.
-
     Raises:
       UserError: If they are missing, damaged, or not those of the model in the checkpoint's config.
     """
@@ -185,15 +151,10 @@ def read_params(step_folder: Path) -> Any:
 def read_optimizer_state(step_folder: Path) -> Any:
     """Returns the optimizer state alone, as a nested dict of arrays on the first device of this process.
 
-    Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`.
-
-    Raises:
-      UserError: If it is missing or damaged.
+    Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`. It
+    raises a UserError if the state is missing or damaged.
     """
     return _read_item(step_folder, "opt_state", _read_shapes(step_folder, "opt_state"))
-
-
-# Checksums.
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -208,11 +169,7 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _verify(step_folder: Path, items: tuple[str, ...], share: slice = slice(None)) -> None:
-    """Compares the JSON items, and a share of the files of the given items of arrays, with their checksums.
-
-    Raises:
-      DamagedError: Naming the first damaged file, or if the checksums are not understood.
-    """
+    """Compares the JSON items, and a share of the files of the given items of arrays, with their checksums."""
     manifest = read_json_item(step_folder, "checksums")
     files = manifest.get("files")
     if manifest.get("algorithm") != "sha256" or not isinstance(files, dict):
@@ -243,10 +200,7 @@ def _verify_together(step_folder: Path) -> None:
 
 
 def verify_checkpoint(step_folder: Path) -> int:
-    """Compares everything in a checkpoint with its checksums.
-
-    Returns:
-      How many bytes the arrays have.
+    """Compares everything in a checkpoint with its checksums, and returns how many bytes the arrays have.
 
     Raises:
       DamagedError: Naming what is damaged.
@@ -261,7 +215,7 @@ class _ManifestHandler(ocp.JsonCheckpointHandler):
 
     @classmethod
     def typestr(cls) -> str:
-        """Names plain JSON as what is on disk, so that readers without orthojax find it so."""
+        """Names plain JSON, which readers without orthojax know."""
         return ocp.JsonCheckpointHandler.typestr()
 
     def finalize(self, directory: Any) -> None:
@@ -271,9 +225,6 @@ class _ManifestHandler(ocp.JsonCheckpointHandler):
         files = sorted(path for path in paths if path.is_file() and path.name != "commit_success.txt")
         digests = _digests(folder.parent, [path.relative_to(folder.parent).as_posix() for path in files])
         write_text(folder / "metadata", json.dumps({"algorithm": "sha256", "files": digests}))
-
-
-# The checkpoints of a run.
 
 
 def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
@@ -303,12 +254,9 @@ class Checkpoints:
     """The checkpoints of one run; use it in a `with` block, which waits for the last write."""
 
     def __init__(self, directory: Path, *, keep: int, keep_every_steps: int = 0):
-        """Opens or creates the folder.
+        """Opens or creates the `checkpoints` folder of a workdir, the same for every process.
 
-        Args:
-          directory: The `checkpoints` folder of a workdir, the same for every process.
-          keep: How many of the newest steps stay; 2 for one to fall back on.
-          keep_every_steps: Multiples of so many steps stay too; 0 means none.
+        The newest `keep` steps stay, and multiples of `keep_every_steps` unless that is 0.
         """
         self.directory = directory.absolute()
         make_folder(self.directory, "checkpoints folder")
@@ -359,8 +307,7 @@ class Checkpoints:
     def restore_newest(self, like: TrainState, accept: Callable[[Path], None] = lambda _: None) -> TrainState | None:
         """Resumes from the newest checkpoint that is intact, whatever mesh, device count and process count saved it.
 
-        Damaged ones are reported on stderr and set aside under another name, so that their steps can be written again;
-        nothing is deleted. If none is intact, nothing is renamed either.
+        Damaged ones are reported on stderr and renamed, so that their steps can be written again, unless all are.
 
         Args:
           like: A state of the right structure, of arrays or jax.ShapeDtypeStruct with shardings.

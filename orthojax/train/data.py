@@ -88,9 +88,9 @@ def _require_vocabulary(config: Config, needed: int) -> None:
 def batches(config: Config, inputs: Inputs, mesh: Mesh | None, start: int) -> Generator[jax.Array, None, None]:
     """Yields the batches of a run on its devices, from the one after step `start` to the last, two prepared ahead.
 
-    Of a task it is uint32 [2], (seed, number of the batch), from which the training step draws its tokens; otherwise
+    Of a task each is uint32 [2], (seed, number of the batch), from which the training step draws its tokens; otherwise
     int32 [batch_size, T + 1], of which a process reads the rows of its own devices. What reading raises surfaces at
-    its step. Close the generator (`contextlib.closing`) if it may not be used up: what is being read is then awaited.
+    its step. Close the generator if it may not be used up.
     """
 
     def placed(number: int) -> jax.Array:

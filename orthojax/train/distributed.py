@@ -34,14 +34,9 @@ def initialize(
 ) -> None:
     """Joins the processes of a run; call it before anything else of JAX.
 
-    A process whose heartbeat stops ends all others. Restarted, they resume from the last checkpoint. If the others do
-    not connect within five minutes, JAX ends this one with exit code 134.
-
-    Args:
-      coordinator_address: HOST:PORT of process 0. None asks the cluster (Slurm, Open MPI, GKE, Cloud TPU) for all.
-      num_processes: Of all machines together.
-      process_id: 0 to num_processes - 1.
-      heartbeat_timeout_seconds: Silence after which a process counts as dead.
+    Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
+    others. Restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX ends
+    this one with exit code 134.
 
     Raises:
       UserError: If only some of the three are given, they do not fit, or no cluster is found.
@@ -79,9 +74,6 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
 
     Without this the others would wait for a process that failed alone, or add up the gradients of one that trains with
     another config or on other data.
-
-    Raises:
-      UserError: Which processes failed in `prepare`, or differ from process 0 and in what; here, what `prepare` raised.
     """
     prepared = failure = None
     try:
@@ -120,16 +112,10 @@ def from_primary(read: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """A wish to stop the run.
+    """A wish to stop the run; `signum` is the first signal to this process, once there was one."""
 
-    Attributes:
-      signum: The first signal to this process, once there was one.
-    """
-
-    def __init__(self):
-        """Begins without a request."""
-        self.signum: int | None = None
-        self._asked = 0
+    signum: int | None = None
+    _asked = 0
 
     def check(self) -> int | None:
         """Returns the signal that stops the run now, or None; every process asks equally often."""
@@ -174,7 +160,7 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
         in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
 
     Returns:
-      The folder of the programs; None if they are not kept, with a warning if the folder cannot be made.
+      The folder; None if nothing is kept, with a warning if it cannot be made.
     """
     settings, path = cast(Any, jax.config), None
     if folder or (folder is None and settings.jax_enable_compilation_cache):

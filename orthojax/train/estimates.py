@@ -55,11 +55,7 @@ def model_flops_utilization(
 ) -> float | None:
     """MFU = tokens/s * FLOPs per token / (peak bfloat16 FLOP/s * devices), a fraction; None if the peak is unknown.
 
-    Args:
-      tokens_per_second: Of all devices together.
-      flops_per_token: From `model_flops_per_token`.
-      device_kind: None means JAX's own.
-      device_count: None means all that JAX sees, of all processes.
+    Tokens are those of all devices together, which are the ones that JAX sees if not given.
 
     >>> round(model_flops_utilization(500_000, 798_031_872, "NVIDIA H200", 1), 3)
     0.403
@@ -82,11 +78,7 @@ def entry(name: str, text: str) -> str:
 
 
 def opening(config: Config) -> list[str]:
-    """Returns lines about a run before it begins.
-
-    Raises:
-      UserError: As `make_mesh` and `require_attention`.
-    """
+    """Returns lines about a run before it begins."""
     require_attention(config.model)
     model, optim, train, mesh = config.model, config.optim, config.train, make_mesh(config)
     layers = f"{model.num_layers} layers of {model.num_heads} heads, d_model {model.d_model}"
@@ -132,9 +124,6 @@ def dry_run(config: Config) -> Iterator[str]:
     """Yields lines that say what a run will take on its mesh: nothing is allocated and no data is read.
 
     The last ones come once its step is compiled, which may take a minute.
-
-    Raises:
-      UserError: As `opening` and `build`.
     """
     yield from opening(config)
     program, train, length = build(config), config.train, config.data.sequence_length

@@ -27,7 +27,6 @@ _Observe = Callable[..., analysis.Statistics]
 
 
 def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
-    """Puts arrays with rows in front on the devices of a mesh, or on the only one."""
     return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
@@ -55,8 +54,8 @@ def validation_loss_nats(
 ) -> float:
     """Computes the mean next-token loss over all target positions of the evaluation set, in nats.
 
-    The parameters may be on a mesh. `after_batch` may raise; `model` has other linear layers than that of the config;
-    one compiled program serves all values of `interventions` of the same shapes.
+    `after_batch` may raise; `model` may have other linear layers than that of the config; one compiled program serves
+    all values of `interventions` of the same shapes.
     """
     model = Transformer(config.model) if model is None else model
     mesh = mesh_of(params)
@@ -92,15 +91,14 @@ def evaluate(
     settings: Mapping[str, quant.QuantizationSetting] | None = None,
     quantize_head: bool = False,
     post_attention: bool = False,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> Metrics:
     """Measures all metrics of a trained model; `evaluation_stages` gives the number of parts.
 
     Args:
-      loaded: The model, from `load`; its parameters may be on a mesh.
+      loaded: The model; its parameters may be on a mesh.
       inputs: Its data.
-      settings: By which to quantise float parameters, by name; `quant.SETTINGS` if not given, and none for a model
-        whose kernels are integers already.
+      settings: Quantisations by name; `quant.SETTINGS` if not given, none for a model whose kernels are integers.
       quantize_head: Also evaluate every setting with the output head quantised, tied to the embeddings or not.
       post_attention: Also measure the residual stream after attention, before the MLP.
       on_progress: Called with the name of each part once it is done.
@@ -125,11 +123,9 @@ def evaluate_by_head(
     interventions: Interventions | None = None,
     settings: Mapping[str, quant.QuantizationSetting] | None = None,
     quantize_head: bool = False,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str], object] = lambda what: None,
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
-    """Measures as `evaluate` does, and also every head, with or without interventions.
-
-    Quantised models are measured without the interventions.
+    """Measures as `evaluate` does, and also every head, with or without interventions (quantised models without).
 
     Returns:
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
@@ -143,7 +139,7 @@ def _evaluate(
     inputs: Inputs,
     settings: Mapping[str, quant.QuantizationSetting] | None,
     quantize_head: bool,
-    on_progress: Callable[[str], None],
+    on_progress: Callable[[str], object],
     interventions: Interventions | None = None,
     **text_options: bool,
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
@@ -192,7 +188,7 @@ def evaluation_stages(
 
 @functools.cache
 def _observing_text(**options: bool) -> _Observe:
-    """Returns the observe function with these options, always the same, so that its programs are found again."""
+    """Returns always the same function for these options, so that its programs are found again."""
     return lambda taps, basis: analysis.observe_language_model(taps, basis=basis, **options)
 
 
@@ -213,13 +209,9 @@ def observing(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
     return observe, risks
 
 
-# The probe.
-
-# Of all that `analysis.observe_language_model` defines; what is not named here is not computed by the probe.
+# The probe computes these alone of what `analysis.observe_language_model` defines.
 PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
 PROBED += ("first_attention_fraction", "first_attention_mass")
-
-
 Probed = tuple[analysis.Statistics, ...]  # of the layers, and if the data are a task of the output
 
 
@@ -232,18 +224,12 @@ def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
 def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) -> Callable[[int, Any], Probed | None]:
     """Makes the measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
 
-    Args:
-      config: The run.
-      inputs: Its data, of whose evaluation set the probe takes rows that are spread evenly.
-      mesh: Of the parameters.
-      folder: For what the function `train.probe` writes.
+    It reads rows that are spread evenly over the evaluation set; the folder is for the function `train.probe`.
 
     Returns:
       (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
       for the host; None between the probes.
 
-    Raises:
-      UserError: If there is no function `train.probe`; and what it raises.
     """
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)

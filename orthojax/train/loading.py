@@ -32,8 +32,7 @@ _PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained a
 def load(path: str | Path) -> LoadedModel:
     """Returns a model with its parameters on the first device: of a run, or one that others trained.
 
-    One trained with the fused attention of a platform, `cudnn` or `splash`, has `auto` in its place, so that it can be
-    read on any.
+    `auto` takes the place of the fused attention of one platform, `cudnn` or `splash`.
 
     Args:
       path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.pretrained.locate` finds: a
@@ -56,17 +55,11 @@ def _published(path: str | Path) -> Path | None:
 
 
 def find_model(path: str | Path) -> tuple[Path, Config]:
-    """Finds a model and its config; no parameters are read.
-
-    Args:
-      path: As of `load`.
+    """Finds a model as `load` does, and its config; no parameters are read.
 
     Returns:
       The folder of a checkpoint's step and the config of its run; or the folder or file of a model that others trained,
       and a config with its model and its tokenizer, on the embedded text.
-
-    Raises:
-      UserError: As `load`.
     """
     if (found := _published(path)) is None:
         folder = find_checkpoint(Path(path))
@@ -88,8 +81,7 @@ def _read_published(path: Path) -> Any:
 
 
 def _load_pretrained(path: Path, config: Config) -> LoadedModel:
-    params = _read_published(path)
-    tokenizer = None
+    params, tokenizer = _read_published(path), None
     with contextlib.suppress(UserError):  # token ids are enough for most
         tokenizer = load_tokenizer(path)
     if tokenizer is not None:
@@ -98,11 +90,7 @@ def _load_pretrained(path: Path, config: Config) -> LoadedModel:
 
 
 def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Returns the tokenizer of a model that is to read or write text.
-
-    Raises:
-      UserError: If it is not known; of a model that others trained with the reason.
-    """
+    """Returns the tokenizer of a model that is to read or write text; a UserError says why it is not known."""
     if loaded.tokenizer is not None:
         return loaded.tokenizer
     reason = "the tokenizer of this model is not known, so it cannot read text"
@@ -185,15 +173,10 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
 
 
 def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any:
-    """Returns the parameters at which a run begins, if token ids mean the same in them as in its data.
-
-    Args:
-      config: Of the run.
-      provenance: Of its data.
-      path: The folder or file behind `train.init_from`.
+    """Returns the parameters at which a run begins, from the folder or file behind `train.init_from`.
 
     Raises:
-      UserError: As `load_params`; if it was created with a different tokenizer.
+      UserError: As `load_params`; if token ids mean something else there than in the data of this provenance.
     """
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
     if (folder := _published(path)) is not None:

@@ -47,9 +47,6 @@ def train(
       on_step: Called with (step, loss in nats) after every step.
       on_line: Called with every line of metrics.jsonl.
 
-    Returns:
-      The final state.
-
     Raises:
       UserError: If the workdir, a checkpoint, the disk or the number of devices does not allow it.
       DivergedError: If a loss, a gradient or the parameters are not finite.
@@ -92,8 +89,6 @@ def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[None]:
 
 
 def _newest_state(config: Config, inputs: Inputs, program: Program, checkpoints: Checkpoints) -> TrainState | None:
-    """Returns the newest intact checkpoint; None if there is none."""
-
     def accept(folder: Path) -> None:
         require_same_config(config, read_config(folder), folder)
         require_same_data(folder, inputs.provenance)
@@ -134,10 +129,7 @@ class _Run:
     stop: StopRequest
 
     def train(self, state: TrainState, step: int, owed: bool) -> TrainState:
-        """Trains from a step to the last, or to the one after which the run is asked to stop.
-
-        A validation that is owed comes first.
-        """
+        """Trains to the last step, or to the one after which the run is asked to stop; an owed validation is first."""
         if step == 0 and (start := self.probe(0, state.params)):
             self.log.write({"step": 0} | probe_metrics(jax.device_get(start)))
         with contextlib.closing(batches(self.config, self.inputs, self.program.mesh, step)) as stream:

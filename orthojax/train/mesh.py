@@ -24,8 +24,7 @@ def make_mesh(config: Config) -> Mesh | None:
     """Makes the mesh of a run, of Auto axes; returns None for one device, which needs none.
 
     Raises:
-      UserError: For fewer devices than `config.mesh` needs, a batch that does not divide over it, or several processes
-        some of whose devices it would leave out.
+      UserError: For too few devices, a batch that does not divide over them, or devices of other processes left out.
     """
     count = jax.device_count()
     data, fsdp, tensor = sizes = config.mesh_sizes(count)
@@ -58,18 +57,10 @@ def constrain(tree: Any, spec: PartitionSpec) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
 
 
-# Placement.
-
-
 def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndarray]) -> jax.Array:
-    """Puts a batch on the devices; a process reads the rows of its own devices only.
+    """Puts a batch of B = `count` rows on the devices; a process reads the rows of its own devices only.
 
-    Nothing is communicated, so a background thread may call it.
-
-    Args:
-      mesh: From `make_mesh`; None for the default device.
-      count: B, rows of the whole batch.
-      read: (start, stop) -> rows [stop - start, ...] of the batch, the same in every process.
+    Nothing is communicated, so a background thread may call it. `read` is (start, stop) -> rows [stop - start, ...].
 
     Returns:
       [B, ...], split over `data` and `fsdp` if these divide B, else whole on every device.
@@ -102,9 +93,6 @@ def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable
     """Transfers what `read` gives for each device's index: explicitly, although JAX's transfer guard cannot know."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(shape, sharding, read)
-
-
-# Sharding: first-match rules for the parameters, and the moments after them.
 
 
 class Rule(NamedTuple):

@@ -31,22 +31,14 @@ class DivergedError(UserError):
 
 
 def require_finite(what: str, step: int, value: float) -> None:
-    """Ends a run that has diverged.
-
-    Raises:
-      DivergedError: If the value, measured at a step, is not finite.
-    """
+    """Raises DivergedError if a value, measured at a step, is not finite."""
     if not math.isfinite(value):
         hint = "the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
         raise DivergedError(f"the {what} is not finite at step {step}: {value}", hint=hint)
 
 
 class MetricLog:
-    """The log of one run, to which the metrics of a step come one step late, so that no device waits for the host.
-
-    Attributes:
-      param_norm: Norm of the parameters after the last step that was handled.
-    """
+    """The log of one run, to which the metrics of a step come one step late, so that no device waits for the host."""
 
     def __init__(
         self,
@@ -60,20 +52,14 @@ class MetricLog:
     ):
         """Opens the file, dropping the lines of steps that will be repeated, and starts the clock of tokens per second.
 
-        Args:
-          config: The run.
-          path: The metrics.jsonl; None writes nothing, as in all processes but one.
-          step: Optimizer steps that are done.
-          mirrors: Get the same lines, those that stay first.
-          on_step: Called with every step and its loss in nats.
-          on_line: Called with every line that is written.
+        Without a path it writes nothing. Mirrors get the same lines, those that stay first.
         """
         self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
         self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
         self._pending: tuple[int, StepMetrics, Probed | None] | None = None
         self._clock = (time.monotonic(), step)
-        self.param_norm = 0.0
+        self.param_norm = 0.0  # of the parameters after the last step that was handled
         self._file = None
         if path is not None:
             lines = [line for line in read_metrics(path) if line["step"] <= step > 0]
@@ -93,11 +79,7 @@ class MetricLog:
             mirror.close()
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out.
-
-        Raises:
-          OSError: If the disk refuses, with the name of the file.
-        """
+        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out."""
         if self._file is None:
             return
         values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
@@ -118,16 +100,12 @@ class MetricLog:
         self._clock = (before + time.monotonic() - began, step)
 
     def put(self, step: int, metrics: StepMetrics, probed: Probed | None = None) -> None:
-        """Takes the metrics of `step` and of the probe after it, on the device, and logs those of the step before.
-
-        Raises:
-          DivergedError: If the loss or the gradient of the step before is not finite.
-        """
+        """Takes the metrics of `step` and of the probe after it, on the device, and logs those of the step before."""
         self.flush()
         self._pending = (step, metrics, probed)
 
     def flush(self) -> None:
-        """Logs what is pending; raises as `put`."""
+        """Logs what is pending, and raises DivergedError if its loss or gradient is not finite."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -163,9 +141,6 @@ class MetricLog:
         return line if mfu is None else line | {"mfu": round(mfu, 4)}
 
 
-# Mirrors.
-
-
 class Mirror(NamedTuple):
     """A library that shows the lines of metrics.jsonl."""
 
@@ -174,7 +149,6 @@ class Mirror(NamedTuple):
 
 
 def _library(extra: str, package: str) -> Any:
-    """Imports the package of the mirror that `train.EXTRA` asks for."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -189,11 +163,7 @@ def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
     """Opens the mirrors that a config asks for; TensorBoard's events under `tensorboard/` begin anew.
 
     Weights & Biases has one run for each workdir, which a resumed run continues, and keeps what a resume drops from
-    metrics.jsonl. wandb's own environment says where it goes: WANDB_MODE=offline keeps it under the workdir,
-    WANDB_PROJECT names the project.
-
-    Raises:
-      UserError: Without the extra `tensorboard` or `wandb`.
+    metrics.jsonl. WANDB_MODE=offline keeps it under the workdir, WANDB_PROJECT names the project.
     """
     mirrors = []
     if config.train.tensorboard:
@@ -237,11 +207,8 @@ def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
     return Mirror(write, run.finish)
 
 
-# Reading.
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns all lines of a metrics file, [] if there is none; those that a kill or a bad disk corrupted are left out.
+    """Returns all lines of a metrics file but those that a kill or a bad disk corrupted; [] if there is none.
 
     Raises:
       UserError: If something else than a file is in its place.

@@ -54,14 +54,10 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
 
 
 def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotation:
-    """Makes the `Rotation` of a run, for the transformer's own parameters.
-
-    Args:
-      config: From `Config.seeded_optim`, so that its seed is a number.
-      layout: Shardings of moments, by path.
+    """Makes the `Rotation` of a run, for the transformer's own parameters; `layout` shards moments, by path.
 
     Raises:
-      UserError: Without a seed.
+      UserError: Without a seed, which `Config.seeded_optim` fills in.
     """
     if config.seed is None:
         raise UserError("optim.rotation.seed=none", allowed="a number, or `seeded_optim` of the run's config")
@@ -131,11 +127,7 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
 
 
 def imported(field: str, name: str) -> Callable[..., Any]:
-    """Returns the function that a field of the config names as `module:function`.
-
-    Raises:
-      UserError: If there is none; the field is named.
-    """
+    """Returns the function that a field of the config names as `module:function`."""
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -148,13 +140,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Chains clipping, the optimizer's own scaling, decoupled weight decay and the learning rate.
 
-    Args:
-      config: The optimizer.
-      schedule: Of the learning rate, from `learning_rate_schedule`.
-      layout: On a mesh: shardings of the moments of each parameter, from `layout_of`.
-
-    Returns:
-      A named chain, so that a checkpoint shows `opt_state/orthoadam/...`.
+    The chain has names, so that a checkpoint shows `opt_state/orthoadam/...`. On a mesh `layout` is from `layout_of`.
     """
     parts: list[tuple[str, optax.GradientTransformation]] = []
     if config.clip_norm is not None:

@@ -127,7 +127,7 @@ def jit_train_step(
       optimizer: A named chain with a part `learning_rate`.
       schedule: The learning rate, for the metrics.
       accumulation_steps: Parts of a batch that go through the model one after the other.
-      mesh: That of the shardings.
+      mesh: That of the shardings of the state.
       shardings: Of the state, on a mesh.
       draw: (seed, number of the batch) -> tokens.
     """
@@ -185,11 +185,7 @@ class Program(NamedTuple):
 
 
 def require_attention(model: ModelConfig) -> None:
-    """Refuses the fused attention of another platform before anything is read or compiled.
-
-    Raises:
-      UserError: Naming the platform.
-    """
+    """Refuses the fused attention of another platform before anything is read or compiled."""
     asked, platform = model.attention_implementation, jax.default_backend()
     if {"cudnn": "gpu", "splash": "tpu"}.get(asked, platform) != platform:
         raise UserError(f"model.attention_implementation={asked!r} on a {platform}", allowed="auto | xla | xla_chunked")
@@ -201,7 +197,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     Given a task, the step draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
 
     Raises:
-      UserError: If the devices are too few for the mesh, or a batch does not divide over it.
+      UserError: As `make_mesh`.
     """
     train = config.train
     return _build(
@@ -228,7 +224,6 @@ def _build(
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
-
     if mesh is None:
         optimizer, shardings = make_optimizer(optim, schedule=schedule), None
     else:
@@ -268,11 +263,7 @@ def _build(
 
 
 def state_shapes(config: Config) -> TrainState:
-    """Returns the state of a run as jax.ShapeDtypeStruct with shardings; nothing is computed.
-
-    Raises:
-      UserError: As `build`.
-    """
+    """Returns the state of a run as jax.ShapeDtypeStruct with shardings; nothing is computed."""
     return shapes_of(build(config))
 
 
@@ -284,11 +275,7 @@ def shapes_of(program: Program) -> TrainState:
 
 
 def init_state(config: Config) -> TrainState:
-    """Returns the state before the first step, on the mesh; parameters depend on `train.seed` and the model only.
-
-    Raises:
-      UserError: As `build`.
-    """
+    """Returns the state before the first step, on the mesh; parameters depend on `train.seed` and the model only."""
     return build(config).init(jax.random.key(config.train.seed))
 
 

@@ -65,9 +65,6 @@ def require_same_config(config: Config, before: Config, where: Path) -> None:
     """Refuses to resume with another config than the run began with, except for what does not affect its numbers.
 
     The number of steps does, because the learning rate depends on it.
-
-    Raises:
-      UserError: Naming the fields that differ.
     """
     decides = fields_affecting(Config, "numbers", "start")
     changed = {path: value for path, value in sorted(changed_fields(before, config).items()) if path in decides}
