@@ -11,8 +11,6 @@ from orthojax.experiments.claims import GAUSSIAN, Claim, Expr, Metric, all_of, c
 from orthojax.experiments.from_attention import rotations
 from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
 from orthojax.experiments.pictures import ByStep
-from orthojax.experiments.report import Table
-from orthojax.experiments.results import Results
 from orthojax.experiments.study import Row, Study
 from orthojax.ops.statistics import kurtosis, norm_ratio
 
@@ -38,7 +36,6 @@ _DEVIATION, _PERMUTED, _ALONG = (
 
 
 def _independent(*variants: str, metric: Metric = _DEVIATION) -> Expr:
-    """Returns whether paths are equal but for rounding, below 1e-9 after a hundred steps in float64."""
     return all_of((metric[name] < 1e-9).in_every_seed() for name in variants)
 
 
@@ -184,26 +181,6 @@ def _rotated(seed: int) -> Iterator[Row]:
                 yield Row(f"{rotation}_{_name(size, alpha)}", metrics, setting)
 
 
-def limits(size: int) -> dict[str, float]:
-    r"""Returns the steps of the paper's derivation of :math:`\|y\|_\infty^2 / \|y\|_2^2` at alpha = D, aligned Q."""
-    log = math.log(size)
-    return {
-        "exact mean of the maximum": rotations.mean_squared_norm_ratio(size, size, "aligned"),
-        "maximum of noise taken as sqrt(2 ln D)": (size + math.sqrt(2 * size * log)) ** 2 / (size * (size**2 + size)),
-        "the same with the printed D^2 + 1 below": (size + 2 * math.sqrt(2 * size * log) + 2 * log) / (size**2 + 1),
-        "last line, corrected: 1/D + 2 sqrt(2 ln D)/D^1.5": 1 / size + 2 * math.sqrt(2 * log) / size**1.5,
-        "last line, printed: 1/D + (D + 2 sqrt(2 ln D))/D^1.5": 1 / size + (size + 2 * math.sqrt(2 * log)) / size**1.5,
-        "boxed: 1/D": 1 / size,
-    }
-
-
-def _derivation(results: Results) -> Table:
-    steps = {size: limits(size) for size in _ROTATED_SIZES}
-    rows = [[step, *(f"{size * steps[size][step]:,.3f}" for size in _ROTATED_SIZES)] for step in steps[_D]]
-    caption = "The paper's derivation step by step: D max|y|^2 / ||y||^2 at alpha = D, Q e_i = 1/sqrt(D)"
-    return Table(caption, ["", *(f"D = {size}" for size in _ROTATED_SIZES)], rows)
-
-
 def _at(rotation: str, multiple: float = 1.0) -> str:
     return f"{rotation}_{_name(_D, multiple * _D)}"
 
@@ -220,7 +197,7 @@ def _within(limit: float, rotation: str) -> Expr:
 
 
 _NEAR, _FAR = _times_d(_at("aligned")) < 1.5, _times_d(_at("aligned", 10.0)) < 1.05
-_PRINTED_LINE = limits(_D)["last line, printed: 1/D + (D + 2 sqrt(2 ln D))/D^1.5"] * _D
+_PRINTED_LINE = 1 + (_D + 2 * math.sqrt(2 * math.log(_D))) / math.sqrt(_D)
 APPENDIX_H = Study(
     name="appendix_h",
     title="Appendix H: a rotation lowers the largest entry and the kurtosis",
@@ -229,7 +206,6 @@ APPENDIX_H = Study(
     "(`aligned`, a reflection); a Hadamard matrix after random signs, as in our OrthoAdam; a Haar matrix, as in the "
     "paper's. Closed forms for a Haar matrix are exact means, the others are ratios of means.",
     columns="norm_ratio_squared norm_ratio_squared_closed_form norm_ratio kurtosis kurtosis_closed_form",
-    tables=[_derivation],
     claims=[
         Claim("Before rotation max|x|^2 / ||x||^2 is about 1.", Metric("norm_ratio_squared")[_at("none")] > 0.99),
         Claim("With Q e_i = 1/sqrt(D) it falls to about 1/D, as it does with a Hadamard matrix and random signs.",

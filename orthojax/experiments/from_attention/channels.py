@@ -78,10 +78,7 @@ def correlation(a: ArrayLike, b: ArrayLike, *, of_ranks: bool = False) -> float:
 
 
 def output_kernels(tree: Any, part: str) -> np.ndarray:
-    """Returns the kernels of one of `PARTS` of all layers, scanned or not, [layers, I, D].
-
-    The tree is that of the parameters, or one like it, as Adam's second moments are.
-    """
+    """Returns the kernels of one of `PARTS` of all layers, of parameters or moments: [layers, I, D]."""
 
     def kernel(layer: Any) -> np.ndarray:
         for name in (*PARTS[part].split("/"), "kernel"):
@@ -109,9 +106,7 @@ def output_bases(config: Config, part: str) -> np.ndarray:
 
     A gradient row g [D] becomes Q g, so that a kernel W [I, D] of the model is W Q^T in the optimizer's basis, and
     activations X [T, D] that the kernel writes are X Q^T there.
-
-    Returns:
-      Q of one of `PARTS`, [layers, D, D] float32.
+    Q of one of `PARTS` is [layers, D, D] float32.
 
     Raises:
       UserError: If the optimizer does not rotate these channels.
@@ -165,12 +160,7 @@ def _measure_output_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Me
 
 
 def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | None) -> dict[str, list[float]]:
-    """Computes the metrics of the channels of one output projection, layer by layer.
-
-    Args:
-      norms: By channel of the model, [layers, D].
-      own: By channel of the basis in which the optimizer keeps its moments, [layers, D].
-      moments: Summed, in that basis, [layers, D]; None for an optimizer without.
+    """Computes metrics of one projection from norms, norms in the optimizer's basis and summed moments, [layers, D].
 
     Returns:
       Metric -> its value of each layer. Of the model's channels: `outlier_channels` (how many have an outlier score
@@ -237,7 +227,6 @@ def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
 
 
 def _counts(d_model: int) -> dict[str, int]:
-    """Returns prefix of the metrics -> k."""
     return {"largest_channels": top_count(d_model), "largest_channel": 1}
 
 
@@ -291,9 +280,8 @@ def _magnitude(taps: Taps) -> jax.Array:
 def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Ranks the channel of the largest hidden states among the output channels of the same layer.
 
-    Returns:
-      One of `PARTS` -> how many channels of that projection have a larger norm of their weights than the channel with
-      the largest mean |hidden state| over sequences and positions, of D, [layers]: 0 if it has the largest.
+    Returns by one of `PARTS` how many channels, [layers], have a larger norm of their weights than the channel with the
+    largest mean |hidden state| over sequences and positions.
     """
     hidden: Any = analysis.measure(loaded, [tokens[:, :-1]], _magnitude)
     channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]

@@ -310,10 +310,7 @@ def _rises(layers: Expr) -> Expr:
 
 
 def _grows(layers: Expr) -> Expr:
-    """Returns whether values rise with depth, by a quarter at least.
-
-    Less is no growth: outliers of the first layer stay in the residual stream, and noise decides which layer has most.
-    """
+    # Less is no growth: outliers of the first layer stay in the residual stream, and noise decides which has most.
     return _rises(layers) & (peak(layers) >= 1.25 * _first(layers))
 
 
@@ -484,7 +481,6 @@ FIGURE34 = Study(
 
 _LOSS = Metric("held-out loss (nats)", lambda of: float(np.log(PPL(of))), "{:.3f}".format)
 _NATS, _JUMP, _RISE = Metric("loss_nats"), Metric("loss_jump_nats"), Metric("validation_rise_nats")
-
 
 FIGURE41 = Study(
     name="figure41",

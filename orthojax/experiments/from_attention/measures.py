@@ -130,12 +130,8 @@ def in_singular_basis(x: ArrayLike) -> np.ndarray:
     """Returns X V for every sequence, with V [D, D] the right singular vectors of its X [T, D]; on the host.
 
     It is the paper's measure of how large an orthogonal change of basis could make the kurtosis: V gathers the energy
-    of a sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0,
-    whatever V has there; they count as channels. The signs of singular vectors are arbitrary, which moves kurtosis a
-    little.
-
-    Returns:
-      [..., T, D] float64; channels in the order of their singular values, the largest first.
+    of a sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0;
+    they count. The signs of singular vectors are arbitrary. The result is float64, the largest singular value first.
     """
     # In NumPy, since several batched decompositions in one program can wait for each other forever on a CPU.
     x = np.asarray(x, np.float64)
@@ -164,12 +160,7 @@ def _mean_kurtosis(x: jax.Array, bases: jax.Array | None) -> jax.Array:
 def kurtosis_in_bases(x: jax.Array, bases: np.ndarray | None) -> dict[str, np.ndarray]:
     """Returns the kurtosis over channels of X, X Q, X Q^T and X V, mean over positions.
 
-    Args:
-      x: Activations of every layer, [L, B, T, D] float32.
-      bases: Q of every layer, [L, D, D]; None leaves out X Q and X Q^T.
-
-    Returns:
-      `x`, `xq`, `xqt` and `xv` -> [L, B]. V are the right singular vectors of each sequence's X.
+    X is [L, B, T, D] float32, Q [L, D, D], None leaves out X Q and X Q^T; `x`, `xq`, `xqt` and `xv` are [L, B].
     """
     found = {"x": _mean_kurtosis(x, None)}
     if bases is not None:
@@ -208,11 +199,6 @@ def gaussian_kurtosis(tokens: int, d_model: int) -> float:
 # Figures 41 to 44: jumps of the training loss and rises of the held-out loss.
 
 
-def window_of(lines: int) -> int:
-    """Returns over how many logged steps the running mean is: a twentieth of them, three at least."""
-    return max(3, lines // 20)
-
-
 def running_mean(losses: np.ndarray, window: int) -> np.ndarray:
     """Returns the mean of the last `window` values up to each, of fewer at the start: [n] -> [n].
 
@@ -236,7 +222,8 @@ def stability(log: Sequence[Mapping[str, float]], warmup_steps: int) -> dict[str
     steps = np.array([line["step"] for line in log if "loss_nats" in line])
     losses = np.array([line["loss_nats"] for line in log if "loss_nats" in line])
     held_out = [line["validation_loss_nats"] for line in log if "validation_loss_nats" in line]
-    above = (losses[1:] - running_mean(losses, window_of(len(losses)))[:-1])[steps[1:] > warmup_steps]
+    window = max(3, len(losses) // 20)
+    above = (losses[1:] - running_mean(losses, window)[:-1])[steps[1:] > warmup_steps]
     found = {"loss_spikes": float(np.sum(above > SPIKE_NATS))}
     if len(above):
         found["loss_jump_nats"] = float(above.max())

@@ -146,12 +146,7 @@ def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: in
 
     `aligned` is the Q of the paper, for every row its own: the reflection that takes e_i to (1, ..., 1) / sqrt(D),
     which exists for every D. `haar` and `hadamard` are one matrix for all rows, made as the optimizer makes them.
-
-    Args:
-      x: float64 [n, D].
-      channels: i of each row, for `aligned`.
-      rotation: Which Q.
-      seed: Of the matrix.
+    Rows are float64 [n, D]; `channels` is i of each, for `aligned`.
     """
     if rotation == "none":
         return x
@@ -295,11 +290,7 @@ def layer_deviations(seed: int) -> dict[str, tuple[float, float]]:
     r"""Measures how far layers are from commuting with a random rotation R of all channels.
 
     :math:`\|f'(R x) - R f(x)\| / \|f(x)\|`, where f' is f (the paper's criterion), or f with its parameters
-    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis. RMSNorm and LayerNorm
-    are those of the model.
-
-    Returns:
-      Name -> (parameters fixed, parameters rotated).
+    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis; by name, both.
     """
     rng, r = np.random.default_rng([seed, 3]), orthogonal.haar((seed, 4), SIZE)
     x = rng.standard_normal((ROWS, SIZE))

@@ -1,8 +1,4 @@
-"""First-token dominance on two cores: text whose passages come back, ordinary text, and what removes the dominance.
-
-Quotations, logs and boilerplate repeat themselves. A model that meets such text grows heads that copy, and heads that
-have nothing to copy rest on the first token, as on Bigram-Backcopy.
-"""
+"""First-token dominance on two cores: text whose passages come back, ordinary text, and what removes the dominance."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,4 @@
-"""What rounding costs vanilla and cured models of two widths: every setting, the head, static scales, float16.
-
-At a small width int8 is harmless whatever the activations are: after RMSNorm with one scale no value exceeds sqrt(D)
-times the root mean square, so int8 changes such inputs by at most sqrt(D) / 254 of it, 5.5% at 192 channels.
-"""
+"""What rounding costs vanilla and cured models of two widths: every setting, the head, static scales, float16."""
 
 import dataclasses
 import itertools

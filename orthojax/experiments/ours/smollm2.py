@@ -32,10 +32,7 @@ from orthojax.experiments.claims import (
     lost,
 )
 from orthojax.experiments.cure import outliers
-from orthojax.experiments.figures import bars, lines
 from orthojax.experiments.pictures import ByLayer, ByStep
-from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Results
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
 from orthojax.model import LoadedModel, Transformer, unstack_layers
@@ -112,21 +109,6 @@ def _rounded(seed: int) -> Iterator[Row]:
         yield Row(f"layer_{layer}", {"perplexity": found})
 
 
-def _kept_and_layers(results: Results) -> list[Picture]:
-    def change(*names: str) -> np.ndarray:
-        return 100 * (
-            np.array([[results[name]["perplexity"] for name in names]]) / results["float32"]["perplexity"] - 1
-        )
-
-    curves = {name: (_KEPT[1:], change(*(f"{name}_kept_{kept}" for kept in _KEPT[1:]))) for name in _DAMAGE}
-    kept = lines({"": curves}, x_label="features of each product in float", y_label="change of perplexity, %",
-                 x_scale="log", y_scale="log")  # fmt: skip
-    layers = {"int8_coarse": change(*(f"layer_{layer}" for layer in range(_LAYERS)))}
-    alone = bars([str(layer + 1) for layer in range(_LAYERS)], layers, y_label="change of perplexity, %")
-    return [Picture("kept", "Perplexity lost with the largest input and output features in float.", kept),
-            Picture("layers", "Perplexity lost with one layer alone rounded, int8_coarse.", alone)]  # fmt: skip
-
-
 _ADDED = {of: PPL[of] - PPL["float32"] for of in ("int8_moderate", "int8_coarse")}
 QUANTISED = Study(
     name="smollm2_quantised",
@@ -149,7 +131,6 @@ QUANTISED = Study(
               (PPL["int8_moderate_kept_4"] - PPL["float32"] < 0.1 * _ADDED["int8_moderate"])
               & (PPL["int8_coarse_kept_4"] - PPL["float32"] < 0.1 * _ADDED["int8_coarse"])),
     ],
-    pictures=[_kept_and_layers],
 )  # fmt: skip
 
 _WINDOW, _WINDOWS, _SINKS = 256, 5, 4

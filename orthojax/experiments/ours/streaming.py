@@ -1,7 +1,6 @@
 """Texts longer than training through a rolling window: softmax needs its first token; does softmax-1?
 
-StreamingLLM (arXiv 2309.17453) shows that softmax models lose their predictions when the first tokens leave a rolling
-window, and keep them with four of them as sinks. A model without a sink should not need them.
+StreamingLLM (arXiv 2309.17453) keeps four first tokens as sinks; a model without a sink should not need them.
 """
 
 import math
