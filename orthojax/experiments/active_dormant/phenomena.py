@@ -13,7 +13,7 @@ from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, larg
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.pictures import ByLayer, ByStep, Maps
 from orthojax.experiments.report import Table
-from orthojax.experiments.results import Numbers, Result, Results
+from orthojax.experiments.results import Result, Results
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns, cell
 from orthojax.model import LoadedModel
@@ -273,13 +273,9 @@ def _left(key: str) -> Metric:
     return Metric(f"{Metric(key).label}, without the first layer over with it", of)
 
 
-def _largest_later(of: Numbers, intervention: str) -> float:
-    return float(of.layers(f"{intervention}: residual_peak")[1:].max())
-
-
 _PEAK_LEFT = Metric(
     "largest later peak, without the first layer over with it",
-    lambda of: _largest_later(of, "no_layer_0") / _largest_later(of, "none"),
+    lambda of: float(of.layers("no_layer_0: residual_peak")[1:].max() / of.layers("none: residual_peak")[1:].max()),
 )
 _GAP_LEFT, _VALUE_LEFT = _left("sink_logit_gap/layer_1"), _left("value_norm_first/layer_1")
 _COPY_WITHOUT, _BIGRAM_WITHOUT = (Metric(f"no_layer_0: {risk.name}") for risk in RISKS)

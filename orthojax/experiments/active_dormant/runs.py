@@ -92,8 +92,6 @@ def letters() -> BigramBackcopy:
     return BigramBackcopy.from_text(" ".join("".join(kept).split()))
 
 
-# Training with the value of <s> held, or with <s> hidden from non-triggers.
-
 SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
 EARLY = 300  # a mean over the steps to here says how soon a curve rises
 _CURVES = ("sink_attention_rest", "null_mass_rest", "value_ratio")
