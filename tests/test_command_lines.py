@@ -291,8 +291,8 @@ def foreign(home):
 CHECKPOINTS = {
     "missing": (remove("run"), ["run"]),
     "truncated arrays": (halve("params/ocdbt.process_0/d/*"), ["run/checkpoints/6"]),
-    "of another program": (foreign, ["'config'"]),
-    "no checksums": (remove("run/checkpoints/6/checksums"), ["'checksums'", "run/checkpoints/6"]),
+    "of another program": (foreign, ["config"]),
+    "no checksums": (remove("run/checkpoints/6/checksums"), ["checksums", "run/checkpoints/6"]),
 }
 
 
