@@ -23,8 +23,19 @@ from orthojax.experiments.active_dormant.runs import (
     backcopy,
     short,
 )
-from orthojax.experiments.claims import FIRST, FRACTION, NO_OUTLIERS, REST, Claim, Expr, Metric, largest, lost, smallest
-from orthojax.experiments.cure import OUTCOME
+from orthojax.experiments.claims import (
+    FIRST,
+    FRACTION,
+    NO_OUTLIERS,
+    OUTCOME,
+    REST,
+    Claim,
+    Expr,
+    Metric,
+    largest,
+    lost,
+    smallest,
+)
 from orthojax.experiments.pictures import Bars, ByLayer, ByStep
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns
