@@ -60,10 +60,6 @@ def by_layer(name: str, values: np.ndarray) -> dict[str, float]:
     return {name: float(np.mean(values)), **layers}
 
 
-def _evaluate(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    return Measured(evaluate(loaded, inputs, on_progress=say))
-
-
 def _observe_maps(taps: Taps) -> tuple[jax.Array, jax.Array]:
     return jnp.mean(taps.attention_weights, axis=1), jnp.abs(taps.residual)
 
@@ -86,7 +82,10 @@ def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 
 # Of every run. A metric that is added to `evaluate` needs another name here, since what is stored lacks it.
-ALWAYS = (Measure("evaluation", _evaluate), Measure("maps", _maps))
+ALWAYS = (
+    Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, on_progress=say))),
+    Measure("maps", _maps),
+)
 
 
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:

@@ -82,7 +82,6 @@ class Result:
     """All finished seeds of one variant; `result["perplexity"]` is the mean over them.
 
     Attributes:
-      name: Of the variant.
       config: Of its run, with the data that it was measured on; None for a computation.
       seeds: Seed -> its numbers.
       paper: What the paper prints for it.
@@ -174,14 +173,7 @@ class Results(Mapping[str, Result]):
     """A study with its rows: variant -> `Result`, in the order of the study; also by the names in `aliases`."""
 
     def __init__(self, study: Any, raw: Mapping[str, Any], configs: Mapping[str, Config], workdir: Path = Path()):
-        """Sorts the rows of results.json.
-
-        Args:
-          study: The `Study`.
-          raw: The content of results.json.
-          configs: Variant -> config, of those that the study trains at this scale.
-          workdir: The folder that paths of runs in `raw` are relative to.
-        """
+        """Sorts the rows of `raw`, a results.json in `workdir`; `configs` are those of the variants that are models."""
         self.study, self.raw, self.scale = study, raw, raw["scale"]
         self.seeds = tuple(raw["provenance"].get("seeds", (0,)))
         rows: dict[str, list[Mapping[str, Any]]] = {name: [] for name in configs}
