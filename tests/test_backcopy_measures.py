@@ -90,8 +90,7 @@ def test_first_residual_gradients_are_finite_differences(run):
     for layer in range(2):
         above, below = (np.asarray(by_position(size, layer)) for size in (0.02, -0.02))
         slopes = (above - below).ravel() / 0.04 / len(above)
-        found = [np.asarray(gradient[layer]) @ direction for gradient in gradients]
-        np.testing.assert_allclose(found, [slopes[1:].sum(), slopes[0]], rtol=0.02, atol=2e-5)
+        np.testing.assert_allclose(gradients[layer] @ direction, slopes[1:].sum(), rtol=0.02, atol=2e-5)
 
 
 def test_directions_of_values_and_keys_are_their_definitions(run):
@@ -202,7 +201,7 @@ def test_key_mass_is_counted_by_hand():
 def test_aligned_metrics_are_those_of_the_taps(run):
     folder, inputs, _ = run
     loaded = load(folder)
-    found = measured(measures.ALIGNED_MEASURE, loaded, inputs)
+    found = measured(measures.ALIGNED, loaded, inputs)
     tokens = inputs.evaluation[: measures.ALIGNED_ROWS, :-1]
     apply = jax.jit(functools.partial(loaded.model.apply, observe=lambda taps: taps._asdict()))
     taps = apply({"params": loaded.params}, tokens)[1]

@@ -25,7 +25,7 @@ from orthojax import quant
 from orthojax.config import Config, replace
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments import catalog
-from orthojax.experiments.active_dormant.runs import RISKS
+from orthojax.experiments.active_dormant.measures import RISKS
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
 from orthojax.experiments.figures import lines

@@ -1,8 +1,9 @@
-"""The catalogue of metrics: label, definition and level of chance of every name in results, logs and tables.
+"""The catalogue of metrics: label, unit, definition and level of chance of every name in results, logs and tables.
 
 Names with a suffix or prefix are resolved to the entry that they vary: `kurtosis_first/layer_3`,
-`post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`. An
-entry tells a metric in one sentence; the function of `orthojax.analysis` that has its name defines it in full, with
+`post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`.
+
+An entry tells a metric in one sentence; the function of `orthojax.analysis` that has its name defines it in full, with
 its equation and its source.
 """
 
@@ -44,7 +45,7 @@ class Conditions:
 
 
 def conditions(config: Config) -> Conditions:
-    """Returns the conditions of a run."""
+    """Returns the conditions of a model and the rows it reads."""
     model = config.model
     n = {"softmax": 0.0, "softmax1": 1.0, "learned_sink": 1.0, "softmax_n": model.normalizer_n}.get(model.normalizer)
     return Conditions(
@@ -65,6 +66,7 @@ class Definition:
     Attributes:
       name: The key in results.json, evaluation.json or metrics.jsonl.
       label: The name that people read, in tables and figures.
+      unit: "nats", "bits", "fraction", "tokens/s"; "" for numbers without one.
       definition: One sentence.
       chance: Conditions -> the value if nothing stands out; None without such a level.
       chance_words: The case that the level of chance is of.
@@ -73,6 +75,7 @@ class Definition:
 
     name: str
     label: str
+    unit: str
     definition: str
     chance: Callable[[Conditions], float | None] | None = None
     chance_words: str = ""
@@ -105,86 +108,90 @@ def _both(
     name: str, label: str, definition: str, chance: Callable[[Conditions], float] | None = None
 ) -> list[Definition]:
     """Returns the entries of a metric of the first token and of the others; {} in the definition says which."""
-    places = {"first": ("first token", "at position 0"), "rest": ("other tokens", "at later positions")}
+    words = _GAUSSIAN if chance else ""
     return [
-        Definition(f"{name}_{end}", f"{label}, {of}", definition.format(place), chance, _GAUSSIAN if chance else "")
-        for end, (of, place) in places.items()
+        Definition(f"{name}_first", f"{label}, first token", "", definition.format("at position 0"), chance, words),
+        Definition(
+            f"{name}_rest", f"{label}, other tokens", "", definition.format("at later positions"), chance, words
+        ),
     ]
 
 
 _LOSSES = [
-    Definition("perplexity", "perplexity", "Exponential of the mean cross-entropy per token.",
+    Definition("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.",
                lambda c: c.vocab_size, _EQUAL),
-    Definition("loss_nats", "loss (nats)", "Mean cross-entropy of the next token.",
+    Definition("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
                lambda c: math.log(c.vocab_size), _EQUAL),
-    Definition("bits_per_byte", "bits per byte", "Cross-entropy per byte of the text."),
-    Definition("backcopy_risk_nats", "backcopy risk (nats)",
+    Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),
+    Definition("backcopy_risk_nats", "backcopy risk (nats)", "nats",
                "Cross-entropy under the law of the data where the task is to copy."),
-    Definition("backcopy_excess_risk_nats", "backcopy excess risk (nats)",
+    Definition("backcopy_excess_risk_nats", "backcopy excess risk (nats)", "nats",
                "Cross-entropy above that of the law of the data at triggers.", lambda c: 0.0, _LAW),
-    Definition("bigram_excess_risk_nats", "bigram excess risk (nats)",
+    Definition("bigram_excess_risk_nats", "bigram excess risk (nats)", "nats",
                "Cross-entropy above that of the law of the data at all other tokens.", lambda c: 0.0, _LAW),
 ]  # fmt: skip
 _HIDDEN_STATES = [
     *_both("kurtosis", "kurtosis", "Raw kurtosis over channels {}, mean over sequences and layers.", lambda c: 3.0),
-    Definition("kurtosis_pooled", "kurtosis, all tokens",
+    Definition("kurtosis_pooled", "kurtosis, all tokens", "",
                "Raw kurtosis over channels, mean over all positions, sequences and layers.", lambda c: 3.0, _GAUSSIAN),
     *_both("max_abs", "max |activation|", "Largest |x| over channels {}, mean over sequences and layers."),
-    Definition("max_abs_first_maximum", "max |activation| over the whole set, first token",
+    Definition("max_abs_first_maximum", "max |activation| over the whole set, first token", "",
                "Largest |x| at position 0 of all sequences and layers; grows with their number."),
-    Definition("max_abs_rest_maximum", "max |activation| over the whole set, other tokens",
+    Definition("max_abs_rest_maximum", "max |activation| over the whole set, other tokens", "",
                "Largest |x| at later positions of all sequences and layers; grows with their number."),
     *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.",
            lambda c: gaussian_norm_ratio(c.d_model)),
     *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers."),
 ]  # fmt: skip
 _PEAKS = [
-    Definition("residual_peak", "residual norm, <s> less others", "Residual norm of <s> less the others' mean."),
-    Definition("residual_peak_ratio", "residual norm, <s> over others", "Residual norm of <s> over the others' mean."),
+    Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean."),
+    Definition("residual_peak_ratio", "residual norm, <s> over others", "",
+               "Residual norm of <s> over the others' mean."),
 ]  # fmt: skip
 _ATTENTION = [
-    Definition("first_attention_fraction", "first token gets most attention, fraction",
+    Definition("first_attention_fraction", "first token gets most attention, fraction", "fraction",
                "Fraction of (query, head) pairs whose strictly largest weight is on key 0.",
                _most_attended, "by chance"),
-    Definition("first_attention_mass", "attention mass on the first token",
+    Definition("first_attention_mass", "attention mass on the first token", "fraction",
                "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO),
-    Definition("sink_rate", "sink heads, fraction", "Fraction of heads whose mean weight on key 0 is above 0.3."),
-    Definition("null_mass", "attention to no token", "1 - sum of a row of weights, mean over queries."),
-    Definition("attention_entropy_nats", "entropy of attention (nats)",
+    Definition("sink_rate", "sink heads, fraction", "fraction",
+               "Fraction of heads whose mean weight on key 0 is above 0.3."),
+    Definition("null_mass", "attention to no token", "fraction", "1 - sum of a row of weights, mean over queries."),
+    Definition("attention_entropy_nats", "entropy of attention (nats)", "nats",
                "Entropy of a row of weights, the unused mass as one more key."),
     *_both("value_norm", "value norm", "||W_o v||_2 of the value {}, mean over heads, sequences and layers."),
-    Definition("value_drain", "value norm, <s> over others", "Value norm of <s> over the others' mean."),
-    Definition("sink_attention", "attention of non-triggers to <s>, its own row with it",
+    Definition("value_drain", "value norm, <s> over others", "", "Value norm of <s> over the others' mean."),
+    Definition("sink_attention", "attention of non-triggers to <s>, its own row with it", "fraction",
                "Mean weight on <s> at tokens that are no triggers, mean over heads, largest over layers.",
                _bos_mass, _ZERO),
-    Definition("sink_attention_rest", "attention of non-triggers to <s>",
+    Definition("sink_attention_rest", "attention of non-triggers to <s>", "fraction",
                "`sink_attention` without the row of <s> itself.", lambda c: _bos_mass(c, c.bos_tokens), _ZERO),
-    Definition("sink_logit", "logit on <s>", "Mean attention logit on <s> at tokens that are no triggers."),
-    Definition("sink_logit_gap", "sink logit gap",
+    Definition("sink_logit", "logit on <s>", "", "Mean attention logit on <s> at tokens that are no triggers."),
+    Definition("sink_logit_gap", "sink logit gap", "",
                "Attention logit on key 0 less the mean over keys between it and the query, triggers left out.",
                lambda c: 0.0, _EQUAL),
-    Definition("sink_logit_gap_tokens", "sink logit gap, mean over tokens",
+    Definition("sink_logit_gap_tokens", "sink logit gap, mean over tokens", "",
                "`sink_logit_gap` with equal weight on each token of the vocabulary.", lambda c: 0.0, _EQUAL),
-    *(Definition(f"sink_logit_gap_q{q}", f"sink logit gap, {q}% quantile over tokens",
+    *(Definition(f"sink_logit_gap_q{q}", f"sink logit gap, {q}% quantile over tokens", "",
                  f"{q}% quantile of `sink_logit_gap` over tokens of the vocabulary.") for q in (10, 90)),
-    Definition("sink_logit_spread", "spread of logits on <s>",
+    Definition("sink_logit_spread", "spread of logits on <s>", "",
                "Standard deviation over queries of the attention logit on <s>."),
-    Definition("other_logit_spread", "spread of logits on other tokens",
+    Definition("other_logit_spread", "spread of logits on other tokens", "",
                "Standard deviation over queries of the logit on one token as key, mean over tokens."),
-    Definition("active_at_triggers", "heads active at triggers, fraction",
+    Definition("active_at_triggers", "heads active at triggers, fraction", "fraction",
                "Fraction of trigger queries at which a head writes a tenth of its largest activity or more."),
-    Definition("active_elsewhere", "heads active at other tokens, fraction",
+    Definition("active_elsewhere", "heads active at other tokens, fraction", "fraction",
                "Fraction of other queries at which a head writes a tenth of its largest activity or more."),
 ]  # fmt: skip
 _TRAINING = [
-    Definition("validation_loss_nats", "held-out loss (nats)", "Mean cross-entropy on held-out tokens.",
+    Definition("validation_loss_nats", "held-out loss (nats)", "nats", "Mean cross-entropy on held-out tokens.",
                lambda c: math.log(c.vocab_size), _EQUAL),
-    Definition("learning_rate", "learning rate", "Learning rate of the step."),
-    Definition("grad_norm", "gradient norm", "l2 norm of the gradient of all parameters."),
-    Definition("tokens_per_second", "tokens per second", "Training tokens per second since the last line."),
-    Definition("mfu", "MFU", "Model FLOP/s over the peak of the device."),
-    Definition("d_model", "width D", "Channels of a hidden state."),
-    Definition("num_layers", "layers", "Blocks of the model."),
+    Definition("learning_rate", "learning rate", "", "Learning rate of the step."),
+    Definition("grad_norm", "gradient norm", "", "l2 norm of the gradient of all parameters."),
+    Definition("tokens_per_second", "tokens per second", "tokens/s", "Training tokens per second since the last line."),
+    Definition("mfu", "MFU", "fraction", "Model FLOP/s over the peak of the device."),
+    Definition("d_model", "width D", "", "Channels of a hidden state."),
+    Definition("num_layers", "layers", "", "Blocks of the model."),
 ]  # fmt: skip
 
 HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # functions of `activations` have these names
@@ -224,7 +231,7 @@ def _quantised(setting: str) -> Definition:
     layers = "linear layers and the output head" if head else "linear layers"
     definition = f"Perplexity with {layers} quantised as {words} in `orthojax.quant`."
     label = f"perplexity, {words}, with the head" if head else f"perplexity, {words}"
-    return Definition("", label, definition, group="quantisation")
+    return Definition("", label, "", definition, group="quantisation")
 
 
 def label(name: str) -> str:
@@ -262,7 +269,10 @@ def show(name: str, value: float) -> str:
 def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) -> str:
     """Returns in words what a number is compared with: its level of chance, or for quantised models the float one.
 
-    The metrics are those of the same model, by name.
+    Args:
+      name: Of the metric.
+      metrics: Of the same model, by name.
+      given: The model and its rows.
 
     >>> compared_with("kurtosis_rest", {}, Conditions(64, 128, 512))
     '3 for a Gaussian'

@@ -287,7 +287,7 @@ class ModelConfig:
 
     @property
     def rotary_channels(self) -> int:
-        """How many channels of each head rotary positions rotate."""
+        """The number of channels of each head that rotary positions rotate."""
         if self.latent is not None:
             return self.latent.d_rotary
         fraction = 1.0 if self.rope is None else self.rope.fraction
@@ -295,22 +295,22 @@ class ModelConfig:
 
     @property
     def has_bias(self) -> bool:
-        """Whether linear layers other than those of queries, keys and values have a bias."""
+        """Biases in linear layers other than those of queries, keys and values."""
         return self.use_bias is True
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values have a bias."""
+        """Biases of queries, keys and values."""
         return self.use_bias in (True, "qkv")
 
     @property
     def has_norm_bias(self) -> bool:
-        """Whether norms have a bias."""
+        """Biases of norms."""
         return self.norm == "layernorm" and self.use_bias in (True, "norm")
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer has a mixture of experts."""
+        """Returns whether a layer has a mixture of experts."""
         return "experts" in (self.mlp if isinstance(self.mlp, tuple) else (self.mlp,))
 
     def layer_mlp(self, layer: int) -> Mlp:
@@ -318,11 +318,11 @@ class ModelConfig:
         return self.mlp[layer] if isinstance(self.mlp, tuple) else self.mlp
 
     def layer_attention(self, layer: int) -> bool:
-        """Whether one layer attends."""
+        """Returns whether a layer attends."""
         return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
 
     def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
-        """Whether one layer has attention or an MLP, with a norm."""
+        """Returns whether a layer has attention or an MLP, with a norm."""
         attends = part == "attention"
         value = self.attention_norm if attends else self.mlp_norm
         is_there = self.layer_attention(layer) if attends else self.layer_mlp(layer) != "none"

@@ -39,14 +39,10 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expr:
-    """A number, or a truth value, of variants.
+    """A number, or a truth value, of variants: its text, and what computes it.
 
-    Attributes:
-      text: How it is written.
-      value: Computes it.
-      terms: The metrics of variants that it reads.
-      names: The variants that it reads.
-      binding: How tightly its outermost operator binds, which decides on parentheses.
+    `terms` are the metrics of variants that it reads and `names` these variants. `binding` says how tightly its
+    outermost operator binds, which decides on parentheses.
     """
 
     text: str
@@ -169,18 +165,12 @@ def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool
 
 def all_of(conditions: Iterable[Expr]) -> Expr:
     """Returns whether every condition holds."""
-    first, *others = conditions
-    for other in others:
-        first = first & other
-    return first
+    return functools.reduce(operator.and_, conditions)
 
 
 def any_of(conditions: Iterable[Expr]) -> Expr:
     """Returns whether at least one condition holds."""
-    first, *others = conditions
-    for other in others:
-        first = first | other
-    return first
+    return functools.reduce(operator.or_, conditions)
 
 
 def rising(*exprs: Any) -> Expr:
@@ -189,13 +179,10 @@ def rising(*exprs: Any) -> Expr:
 
 
 def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequence[Quantity] = ()) -> Expr:
-    """Returns a function of whole `Result`s, for what no expression says; its docstring is the criterion.
+    """Returns a function of whole `Result`s, for what no expression says; its docstring, or `words`, is the criterion.
 
-    Args:
-      of: The function.
-      *variants: What it takes; without any, all of the study that finished, on the seeds that they share.
-      words: The criterion instead.
-      shows: Metrics whose numbers are printed with it.
+    It takes the results of `variants`; without any, of all that finished, on the seeds that they share. The numbers of
+    the metrics in `shows` are printed with it.
     """
     text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
     terms = tuple((metric, name) for metric in shows for name in variants)
@@ -209,10 +196,7 @@ def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequen
 
 
 class ByLayer:
-    """A metric of every layer; indexed by a variant's name it is an expression: the means over seeds, [layers].
-
-    Functions of it, as `peak`, make it a number.
-    """
+    """A metric of every layer; indexed by a variant's name it is an expression: the means over seeds, [layers]."""
 
     def __init__(self, name: str):
         self.name = name
@@ -337,7 +321,7 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
     order = {result.name: i for i, result in enumerate(scope.study)}
     terms = [(metric, scope.results[name]) for metric, name in claim.holds.terms]
     for metric, of in sorted(terms, key=lambda term: order[term[1].name]):
-        paper = _paper_number(of, metric)
+        paper = f" ({paper})" if (paper := of.printed(metric)) else ""
         number = mean_and_range(of.values(metric), metric.show)
         parts.setdefault(metric, []).append(f"{of.name} {number}{paper}")
     texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
@@ -346,25 +330,16 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
     return Case(case, testable, holds, size, texts)
 
 
-def _paper_number(of: Result, metric: Quantity) -> str:
-    try:
-        return f" (paper {metric.show(metric(of.paper))})"
-    except Missing:
-        return ""
-
-
 # The metrics and criteria that many claims share.
 
 GAUSSIAN = 3.0  # its kurtosis
-OUTLIERS, NO_OUTLIERS = (
-    4.0,
-    3.5,
-)  # a mean kurtosis over layers above the first is called outliers, below the second none
+OUTLIERS = 4.0  # a mean kurtosis over layers above this is called outliers
+NO_OUTLIERS = 3.5  # and below this none
 PPL, FRACTION, MASS = Metric("perplexity"), Metric("first_attention_fraction"), Metric("first_attention_mass")
 FIRST, REST = Metric("kurtosis_first"), Metric("kurtosis_rest")
 MAX_FIRST, MAX_REST = Metric("max_abs_first"), Metric("max_abs_rest")
 CHANCE = Metric("chance", lambda of: chance_of_first(int(of["data.sequence_length"])))
-COARSE, MODERATE, FINE = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
+COARSE, MODERATE, _ = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
 INT4 = "int4_zeropoint"
 
 
@@ -400,11 +375,46 @@ def excess_left(after: str, before: str) -> Expr:
     return dataclasses.replace(left, text=f"excess of {before} left in {after}")
 
 
-def either_loses(setting: str, *variants: str, at_least: float = 0.005) -> Expr:
-    """Returns whether a quantisation setting costs one of several variants something."""
-    return largest(*(lost(setting)[variant] for variant in variants)) >= at_least
+def either_loses(setting: str, *variants: str) -> Expr:
+    """Returns whether a quantisation setting costs one of several variants 0.5% of its perplexity."""
+    return largest(*(lost(setting)[variant] for variant in variants)) >= 0.005
 
 
 def kurtosis_limit(numbers: Numbers) -> float:
     """Returns 3 + 3 sqrt(24 / D), which the kurtosis of D independent Gaussian values hardly exceeds."""
     return GAUSSIAN + 3 * math.sqrt(24 / numbers["model.d_model"])
+
+
+# Claims that many studies make of the cure; names of variants may have a `*`.
+
+OUTCOME = (
+    "perplexity kurtosis_first kurtosis_rest max_abs_first max_abs_rest first_attention_fraction first_attention_mass"
+)
+DRAIN = Metric("value norm, first token over others", lambda of: of["value_norm_first"] / of["value_norm_rest"])
+PEAK = Metric("residual norm, first token over others", lambda of: of["residual_norm_first"] / of["residual_norm_rest"])
+WORST = Metric("larger kurtosis of first token and others", lambda of: max(FIRST(of), REST(of)))
+
+
+def outliers(variant: str) -> Expr:
+    """Returns whether a variant has outliers, at the first token or at others."""
+    return worst(variant) > OUTLIERS
+
+
+def cured_outliers(says: str, after: str, before: str, **more: Any) -> Claim:
+    """Returns the claim that a variant has no outliers, testable if another one has."""
+    return Claim(says, worst(after) < NO_OUTLIERS, outliers(before), **more)
+
+
+def halved(says: str, after: str, before: str, **more: Any) -> Claim:
+    """Returns the claim that at most half of the first token's dominance is left."""
+    return Claim(says, excess_left(after, before) <= 0.5, dominated(before), **more)
+
+
+def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim:
+    """Returns the claim that perplexity is at most 1% higher."""
+    return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
+
+
+def loses_less(setting: str, says: str, after: str, before: str, **more: Any) -> Claim:
+    """Returns the claim that a variant loses less to quantisation, testable if it costs either 0.5%."""
+    return Claim(says, lost(setting)[after] < lost(setting)[before], either_loses(setting, before, after), **more)

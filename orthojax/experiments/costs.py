@@ -22,10 +22,7 @@ def step_costs(
 ) -> dict[str, dict[str, float]]:
     """Measures the cost of a training step of every variant, interleaved with those of the same reference.
 
-    Args:
-      configs: Variant -> its run.
-      reference: Variant -> the one that its ratios refer to.
-      path: JSON file that keeps the numbers, since they take minutes.
+    The JSON file `path` keeps the numbers, since they take minutes.
 
     Returns:
       Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
@@ -65,11 +62,7 @@ def _costs_of(configs: Mapping[str, Config], base: str) -> dict[str, dict[str, f
 
 
 class Stepper:
-    """Takes one more training step on random tokens whenever it is called, or several.
-
-    Attributes:
-      steps_per_call: Steps that one call takes.
-    """
+    """Takes one more training step on random tokens whenever it is called, or several."""
 
     def __init__(self, config: Config):
         # An optimizer of an experiment may cost more in some steps, as SOAP does in every tenth.
@@ -106,13 +99,8 @@ def interleaved_seconds(
     What else the machine does then falls on all of them alike, and the ratio of two times of one repetition is steadier
     than either. The order alternates, because a function finds the caches as the one before it left them.
 
-    Args:
-      functions: What is timed, by name; a call is over when the arrays that it returns are ready.
-      repeats: Timed calls of each function; one more, in which it compiles, comes first.
-      clock: Seconds from any origin.
-
-    Returns:
-      Seconds of wall-clock time of each repetition, in order, by name.
+    A call is over when the arrays that it returns are ready. `repeats` are the timed calls of each function; one more,
+    in which it compiles, comes first. Returns the seconds of each repetition, in order, by name.
     """
     names = list(functions)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -34,7 +34,7 @@ _STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
 }
-Scale = Literal["linear", "log"]
+Scale = Literal["linear", "log", "symlog"]
 Curve = tuple[Sequence[float], np.ndarray]  # x [n], y [seeds, n]
 Look = tuple[Any, Any]  # colour, dash
 
@@ -51,14 +51,8 @@ def lines(
 ) -> Figure:
     """Draws curves with a band from the smallest to the largest seed, in panels on one scale.
 
-    Args:
-      panels: Title -> label -> (x [n], y [seeds, n]).
-      x_label: Of the x axes.
-      y_label: Of the y axis.
-      x_scale: Of the x axes.
-      y_scale: Of the y axis.
-      references: Horizontal lines: words -> y.
-      looks: Label -> (colour, dash); by order if None.
+    `panels` is title -> label -> (x [n], y [seeds, n]), `references` words -> y of horizontal lines, and `looks` label
+    -> (colour, dash); by order if None.
     """
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
     pairs = ((color, dash) for dash in cycle(DASHES) for color in COLORS)
@@ -117,17 +111,11 @@ def bars(
     values: Mapping[str, np.ndarray],
     *,
     y_label: str,
-    references: Mapping[str, Sequence[float]] | None = None,
-    y_scale: Literal["linear", "symlog"] = "linear",
+    y_scale: Scale = "linear",
 ) -> Figure:
-    """Draws grouped bars with whiskers from the smallest to the largest seed.
+    """Draws grouped bars, label -> [seeds, groups], with whiskers from the smallest to the largest seed.
 
-    Args:
-      groups: Names along the x axis.
-      values: Label -> [seeds, groups].
-      y_label: Of the y axis.
-      references: Lines across the bars of each group: words -> y [groups].
-      y_scale: Of the y axis; "symlog" is linear up to 2.
+    The scale "symlog" is linear up to 2.
     """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(min(12.0, max(5.2, 1.1 * len(groups) + 1.0)), 3.6))
@@ -138,8 +126,6 @@ def bars(
             if len(y) > 1:
                 whiskers = np.abs([y.mean(0) - y.min(0), y.max(0) - y.mean(0)])
                 axes.errorbar(x, y.mean(0), whiskers, fmt="none", ecolor="#333333", capsize=2)
-        for words, levels in (references or {}).items():
-            axes.hlines(levels, at - 0.45, at + 0.45, colors="#333333", linestyles=":", linewidth=1.4, label=words)
         characters = max(6, int(10 * (figure.get_size_inches()[0] - 1) / len(groups)))
         axes.set_xticks(at, [textwrap.fill(name.replace("_", " "), characters) for name in groups], fontsize=8)
         axes.grid(visible=False, axis="x")
@@ -153,8 +139,7 @@ def scatter(
     *,
     x_label: str,
     y_label: str,
-    x_scale: Scale = "linear",
-    y_scale: Literal["linear", "log", "symlog"] = "linear",
+    y_scale: Scale = "linear",
     references: Mapping[str, float] | None = None,
 ) -> Figure:
     """Draws named points in groups of one colour and marker: group -> (x, y, name) of each."""
@@ -166,8 +151,8 @@ def scatter(
                 axes.annotate(text, (x, y), (4, 3), textcoords="offset points", fontsize=7)
         _refer(axes, references)
         axes.margins(0.1)
-        axes.set(xlabel=x_label, ylabel=textwrap.fill(y_label, 50), xscale=x_scale, yscale=y_scale)
-        _finish(figure, [axes], 1, x_scale, y_scale)
+        axes.set(xlabel=x_label, ylabel=textwrap.fill(y_label, 50), yscale=y_scale)
+        _finish(figure, [axes], 1, "linear", y_scale)
     return figure
 
 
@@ -178,26 +163,16 @@ def maps(
     y_label: str,
     value_label: str,
     log: bool = False,
-    top: float | None = None,
     x_ticks: Sequence[str] | None = None,
-    y_ticks: Sequence[str] | None = None,
 ) -> Figure:
     """Draws heat maps with one colour scale: title -> [rows, columns]; nan stays dark.
 
-    Args:
-      panels: The maps.
-      x_label: Of the columns.
-      y_label: Of the rows.
-      value_label: Of the colours.
-      log: Logarithmic colours; otherwise they go with the square root.
-      top: The value of the brightest colour; the largest of all if None.
-      x_ticks: Names of the columns.
-      y_ticks: Names of the rows.
+    Colours are logarithmic with `log`, otherwise they go with the square root; `x_ticks` are the names of the columns.
     """
     across = min(len(panels), 2 if len(panels) <= 4 else 4)
     down, (width, height) = -(-len(panels) // across), (3.5, 3.3) if across <= 2 else (2.5, 2.5)
     values = np.concatenate([panel.ravel() for panel in panels.values()])
-    highest = float(np.nanmax(values)) if top is None else top
+    highest = float(np.nanmax(values))
     norm: Any = PowerNorm(0.5, 0.0, highest)
     if log:
         norm = LogNorm(max(float(np.quantile(values[values > 0], 0.02)), highest * 1e-6), highest)
@@ -209,17 +184,15 @@ def maps(
             image = axes.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
             axes.set_facecolor("#000004")
             axes.set_title(title)
-            for ticks, axis, turned in ((x_ticks, axes.xaxis, 90), (y_ticks, axes.yaxis, 0)):
-                if ticks:
-                    axis.set_ticks(range(len(ticks)), ticks, rotation=turned)
-                else:
-                    axis.set_major_locator(MaxNLocator("auto", integer=True))
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(MaxNLocator("auto", integer=True))
+            if x_ticks:
+                axes.set_xticks(range(len(x_ticks)), x_ticks, rotation=90)
             axes.set_ylabel(y_label if i % across == 0 else "")
             axes.set_xlabel(x_label if i + across >= len(panels) else "")
         for axes in list(grid.flat)[len(panels) :]:
             axes.set_visible(False)
         assert image is not None
         image.set_rasterized(True)
-        extend = "neither" if top is None else "max"
-        figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down), extend=extend)
+        figure.colorbar(image, ax=grid, label=value_label, shrink=min(0.9, 4 / down))
     return figure

@@ -42,14 +42,7 @@ class Measure:
     measure: Callable[[LoadedModel, Inputs, Say], Measured]
 
     def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> dict[str, float]:
-        """Returns the metrics that an earlier call stored in a run's folder, or measures and stores them.
-
-        Args:
-          folder: Of the run.
-          load: Loads the model; only called if there is something to measure.
-          inputs: With the held-out rows.
-          say: Takes a line of progress.
-        """
+        """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them."""
         path = folder / "measured" / f"{self.name}.json"
         if not path.exists():
             measured = self.measure(load(), inputs, say)
@@ -67,41 +60,32 @@ def by_layer(name: str, values: np.ndarray) -> dict[str, float]:
     return {name: float(np.mean(values)), **layers}
 
 
-def _evaluate(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    return Measured(evaluate(loaded, inputs, on_progress=say))
-
-
 def _observe_maps(taps: Taps) -> tuple[jax.Array, jax.Array]:
     return jnp.mean(taps.attention_weights, axis=1), jnp.abs(taps.residual)
 
 
-def example_maps(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Measures attention and hidden states on one sequence: Figures 1 and 27 to 40 of From Attention to Activation.
-
-    Args:
-      loaded: The model.
-      tokens: int [T + 1].
 
     Returns:
       `attention` [4, T, T], mean weight over heads, and `hidden` [4, T, D], |hidden state|: both of the mean over
       layers, then of layers 0, L / 4 and 3 L / 4 of L, rounded down; `tokens` [T].
     """
+    tokens = inputs.evaluation[0]  # [T + 1]
     observed: Any = analysis.measure(loaded, [tokens[None, :-1]], _observe_maps)
     attention, hidden = (
         np.stack([x[:, 0].mean(0), x[0, 0], x[len(x) // 4, 0], x[3 * len(x) // 4, 0]])
         for x in map(np.asarray, observed)
     )
-    return {"attention": attention, "hidden": hidden, "tokens": tokens[:-1]}
-
-
-def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    maps = example_maps(loaded, inputs.evaluation[0])
     say("maps")
-    return Measured({}, maps)
+    return Measured({}, {"attention": attention, "hidden": hidden, "tokens": tokens[:-1]})
 
 
 # Of every run. A metric that is added to `evaluate` needs another name here, since what is stored lacks it.
-ALWAYS = (Measure("evaluation", _evaluate), Measure("maps", _maps))
+ALWAYS = (
+    Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, on_progress=say))),
+    Measure("maps", _maps),
+)
 
 
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:

@@ -1,12 +1,13 @@
 """Pictures of studies: numbers by layer and by step, bars, points and maps.
 
 A picture is called with `Results` and returns any number of `Picture`s; it raises `Missing` if a run that it reads is
-gone, as for committed results, and is then left out. Colour says the optimizer and line style the normalizer.
+gone, as for committed results, and is then left out. Colour says the optimizer and line style the normalizer. `metrics`
+are names separated by spaces, `rows` patterns of variants, all of them if empty, and `references` lines by their words.
+Variants that lack a metric are left out.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -36,20 +37,14 @@ def _looks(shown: Sequence[Result]) -> Mapping[str, Look] | None:
 
 
 def _shown(results: Results, rows: str) -> list[Result]:
-    return results.matching(rows) if rows else results.finished
+    return [of for of in results.matching(rows) if of.seeds]
 
 
 @dataclasses.dataclass(frozen=True)
 class ByLayer:
     """Metrics after each layer, a panel for each metric and a curve for each variant.
 
-    Attributes:
-      metrics: Names, separated by spaces.
-      rows: Patterns of variants; all if empty.
-      y_scale: Of the y axis.
-      references: Horizontal lines.
-      normalized: Layer m of L is drawn at m / (L - 1).
-      name: Of the file; made of the first metric if empty.
+    With `normalized` layer m of L is drawn at m / (L - 1). The file's name is made of the first metric if empty.
     """
 
     metrics: str
@@ -60,7 +55,7 @@ class ByLayer:
     name: str = ""
 
     def __call__(self, results: Results) -> list[Picture]:
-        """Draws the picture; variants without the metric are left out."""
+        """Draws the picture."""
 
         def curve(result: Result, metric: str) -> Curve:
             y = result.layers(metric)
@@ -75,13 +70,7 @@ class ByLayer:
 class ByStep:
     """Metrics over training steps, as metrics.jsonl or `NAME/step_N` of a row has them; step 0 is drawn at 1.
 
-    Attributes:
-      metrics: Names, separated by spaces.
-      rows: Patterns of variants; all if empty.
-      y_scale: Of the y axis.
-      x_scale: Of the steps.
-      references: Horizontal lines.
-      name: Of the file; made of the first metric if empty.
+    The file's name is made of the first metric if empty.
     """
 
     metrics: str
@@ -92,7 +81,7 @@ class ByStep:
     name: str = ""
 
     def __call__(self, results: Results) -> list[Picture]:
-        """Draws the picture; variants without the metric are left out."""
+        """Draws the picture."""
 
         def curve(result: Result, metric: str) -> Curve:
             recorded = [int(key.rpartition("_")[2]) for key in _steps_of(result, metric)]
@@ -152,37 +141,24 @@ MAX_ABS = ByLayer("max_abs_first max_abs_rest", y_scale="log")
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """Metrics as groups of bars, a bar for each variant.
-
-    Attributes:
-      name: Of the file.
-      caption: Of the picture.
-      metrics: Of the groups.
-      rows: Patterns of variants; all if empty.
-      y_label: Of the y axis.
-      references: Lines across each group: words -> y of each metric.
-      y_scale: Of the y axis.
-      scale: A factor of all numbers, as 100 for percent.
-    """
+    """Metrics as groups of bars, a bar for each variant; `scale` is a factor of all numbers, as 100 for percent."""
 
     name: str
     caption: str
     metrics: Quantities
     rows: str = ""
     y_label: str = ""
-    references: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
-    y_scale: Literal["linear", "symlog"] = "linear"
+    y_scale: Scale = "linear"
     scale: float = 1.0
 
     def __call__(self, results: Results) -> list[Picture]:
-        """Draws the picture; variants that lack a metric are left out."""
+        """Draws the picture."""
         metrics = quantities(self.metrics)
         shown = [result for result in _shown(results, self.rows) if _complete(result, *metrics)]
         complete = {r.name: self.scale * np.array([r.values(of) for of in metrics]).T for r in shown}
         if not complete:
             raise Missing(self.name)
-        figure = bars([of.label for of in metrics], complete, y_label=self.y_label, references=self.references,
-                      y_scale=self.y_scale)  # fmt: skip
+        figure = bars([of.label for of in metrics], complete, y_label=self.y_label, y_scale=self.y_scale)
         return [Picture(self.name, self.caption, figure)]
 
 
@@ -190,15 +166,7 @@ class Bars:
 class Points:
     """Every variant as a point, named by what `*` stands for in the pattern of its group.
 
-    Attributes:
-      name: Of the file.
-      caption: Of the picture.
-      x: Metric on the x axis.
-      y: Metric on the y axis.
-      groups: Patterns of variants: words -> pattern, each with a colour; one group of all if empty.
-      x_scale: Of the x axis.
-      y_scale: Of the y axis.
-      references: Horizontal lines.
+    `groups` are words -> pattern of variants, each with a colour; one group of all if empty.
     """
 
     name: str
@@ -206,8 +174,7 @@ class Points:
     x: str | Quantity
     y: str | Quantity
     groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    x_scale: Scale = "linear"
-    y_scale: Literal["linear", "log", "symlog"] = "linear"
+    y_scale: Scale = "linear"
     references: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __call__(self, results: Results) -> list[Picture]:
@@ -222,8 +189,7 @@ class Points:
         }
         if not any(points.values()):
             raise Missing(self.name)
-        figure = scatter(points, x_label=x.label, y_label=y.label, x_scale=self.x_scale, y_scale=self.y_scale,
-                         references=self.references)  # fmt: skip
+        figure = scatter(points, x_label=x.label, y_label=y.label, y_scale=self.y_scale, references=self.references)
         return [Picture(self.name, self.caption, figure)]
 
 

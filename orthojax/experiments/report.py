@@ -45,14 +45,9 @@ class Picture(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A claim as the report shows it.
+    """A claim as the report shows it, with a line of numbers for each case.
 
-    Attributes:
-      verdict: "holds", "does not hold", "not testable" or "not measured".
-      says: The claim.
-      numbers: A line for each case.
-      criterion: When it holds.
-      remarks: What is missing, and when the criterion was set or revised after the data.
+    `remarks` say what is missing, and when the criterion was set or revised after the data.
     """
 
     verdict: str
@@ -66,13 +61,10 @@ class Report(NamedTuple):
     """Everything that a reader gets to see, in its order.
 
     Attributes:
-      title: Of the report.
       setting: Scale, seeds, date and device, in one line.
       sentences: Paragraphs that say what was run.
       headlines: (metric, "31 → 2.6", what is compared) of the numbers on top.
-      verdicts: Of the claims.
-      tables: In their order.
-      pictures: In their order; the first is on top of the page.
+      pictures: The first is on top of the page.
       notes: The command, and how the report was made.
       failures: A line for each run that did not finish.
     """

@@ -21,12 +21,7 @@ class Missing(Exception):
 
 
 class Numbers:
-    """Metrics of one seed, or those that a paper prints, with the fields of the config.
-
-    Args:
-      metrics: By name.
-      config: Of the run, whose fields are read by their path, as `numbers["data.sequence_length"]`.
-    """
+    """Metrics of one seed, or those a paper prints, and fields of the config: `numbers["data.sequence_length"]`."""
 
     def __init__(self, metrics: Mapping[str, float], config: Config | None = None):
         self._metrics, self._config = metrics, config
@@ -87,7 +82,6 @@ class Result:
     """All finished seeds of one variant; `result["perplexity"]` is the mean over them.
 
     Attributes:
-      name: Of the variant.
       config: Of its run, with the data that it was measured on; None for a computation.
       seeds: Seed -> its numbers.
       paper: What the paper prints for it.
@@ -103,6 +97,13 @@ class Result:
     given: bool = False
     folders: Mapping[int, Path] = dataclasses.field(default_factory=dict)
     started: bool = True
+
+    def printed(self, metric: Quantity) -> str:
+        """Returns the words "paper 31.2" with the number that the paper prints; "" if it prints none."""
+        try:
+            return f"paper {metric.show(metric(self.paper))}"
+        except Missing:
+            return ""
 
     def by_seed(self, metric: str | Quantity) -> dict[int, float]:
         """Returns the metric of every seed that has it."""
@@ -169,25 +170,10 @@ def _is_number(value: Any) -> bool:
 
 
 class Results(Mapping[str, Result]):
-    """A study with its rows: variant -> `Result`, in the order of the study.
-
-    Attributes:
-      study: What was run.
-      scale: At which scale.
-      seeds: With which seeds.
-      raw: The content of results.json.
-      aliases: Further names of variants; see `Study.aliases`.
-    """
+    """A study with its rows: variant -> `Result`, in the order of the study; also by the names in `aliases`."""
 
     def __init__(self, study: Any, raw: Mapping[str, Any], configs: Mapping[str, Config], workdir: Path = Path()):
-        """Sorts the rows of results.json.
-
-        Args:
-          study: The `Study`.
-          raw: The content of results.json.
-          configs: Variant -> config, of those that the study trains at this scale.
-          workdir: The folder that paths of runs in `raw` are relative to.
-        """
+        """Sorts the rows of `raw`, a results.json in `workdir`; `configs` are those of the variants that are models."""
         self.study, self.raw, self.scale = study, raw, raw["scale"]
         self.seeds = tuple(raw["provenance"].get("seeds", (0,)))
         rows: dict[str, list[Mapping[str, Any]]] = {name: [] for name in configs}
@@ -230,10 +216,10 @@ class Results(Mapping[str, Result]):
         return [result for result in self._results.values() if result.seeds]
 
     def matching(self, patterns: str) -> list[Result]:
-        """Returns the finished variants that match one of several patterns, such as 'vanilla *_cured'."""
-        return [
-            of for of in self.finished if any(case_in(pattern, of.name) is not None for pattern in patterns.split())
-        ]
+        """Returns the variants that match one of several patterns, such as 'vanilla *_cured'; all if there is none."""
+        if not patterns:
+            return list(self.values())
+        return [of for of in self.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
 
     def failures(self) -> list[str]:
         """Returns a line for each run that did not finish."""

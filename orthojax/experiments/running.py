@@ -205,7 +205,8 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     say = _Ticker(str(run))
     try:
         checkpoint = run.given.checkpoint if run.given else _train(run, inputs, say)
-        row["seconds"] = _seconds(run.folder)
+        if (trained := run.folder / "trained.json").exists():
+            row["seconds"] = read_json(trained, "note on a training")["seconds"]
 
         def loaded() -> Any:
             model = load(checkpoint)._replace(config=run.config)
@@ -243,23 +244,14 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
     if not (run.folder / "trained.json").exists():
         started = time.monotonic()
         try:
-            train(
-                run.config,
-                inputs,
-                run.folder,
-                on_step=lambda step, loss: say(f"step {step:,} of {steps:,}, loss {loss:.3f}"),
-            )
+            on_step = lambda step, loss: say(f"step {step:,} of {steps:,}, loss {loss:.3f}")  # noqa: E731
+            train(run.config, inputs, run.folder, on_step=on_step)
         except DivergedError as error:
             write_text(diverged, f"{error}\n")
             raise
         seconds = round(time.monotonic() - started, 1)
         write_text(run.folder / "trained.json", json.dumps(environment() | {"seconds": seconds}) + "\n")
     return find_checkpoint(run.folder)
-
-
-def _seconds(folder: Path) -> float:
-    path = folder / "trained.json"
-    return read_json(path, "note on a training")["seconds"] if path.exists() else 0.0
 
 
 def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> dict[tuple[str, int], str]:
@@ -271,7 +263,12 @@ def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> 
             while waiting and not stopped and len(working) < at_once:
                 run, place = waiting.pop(0), next(p for p in range(at_once) if p not in working)
                 words = [*command, f"--seeds={run.seed}", f"--only={run.variant}", "--jobs=1"]
-                working[place] = run, _start(words, *places[place])
+                variables, cores = places[place]
+                process = subprocess.Popen(words, env=os.environ | variables, start_new_session=True)
+                working[place] = run, process
+                if cores:
+                    with contextlib.suppress(ProcessLookupError):  # which has ended already
+                        os.sched_setaffinity(process.pid, cores)
             for place, (run, process) in list(working.items()):
                 if process.poll() is not None:
                     del working[place]
@@ -291,14 +288,6 @@ def _places(count: int) -> list[tuple[dict[str, str], set[int]]]:
         return [({"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} | memory, set()) for i in range(count)]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [({}, set(cores[i::count])) for i in range(count)]
-
-
-def _start(words: Sequence[str], environment: Mapping[str, str], cores: set[int]) -> subprocess.Popen:
-    process = subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
-    if cores:
-        with contextlib.suppress(ProcessLookupError):  # which has ended already
-            os.sched_setaffinity(process.pid, cores)
-    return process
 
 
 @contextlib.contextmanager

@@ -120,12 +120,7 @@ def grid(base: Config, *factors: Mapping[str, Mapping[str, Any]]) -> dict[str, C
 
 
 def read_results(study: Study, folder: Path, *more: Path) -> Results:
-    """Reads results.json of a folder; rows of further ones, trained separately, are added.
-
-    Args:
-      study: Whose it is, or one that has some of its variants.
-      folder: Of results.json.
-      more: Further folders.
+    """Reads results.json of a folder, of the study or of one that has some of its variants; adds rows of further ones.
 
     Raises:
       UserError: If there is none, or if it has no variant of the study.

@@ -20,11 +20,7 @@ def quantities(given: Quantities) -> list[Quantity]:
 
 def cell(result: Result, quantity: Quantity) -> Cell:
     """Returns the mean over seeds with the range and the paper's number below; '-' if there is none."""
-    try:
-        paper = f"paper {quantity.show(quantity(result.paper))}"
-    except Missing:
-        paper = ""
-    values = result.values(quantity)
+    values, paper = result.values(quantity), result.printed(quantity)
     if not values:
         return Cell("-" if result.seeds else "failed" if result.started else "not run", paper)
     low, high = quantity.show(min(values)), quantity.show(max(values))
@@ -36,13 +32,7 @@ def cell(result: Result, quantity: Quantity) -> Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """A table with a row for each variant and a column for each metric.
-
-    Attributes:
-      caption: Of the table.
-      metrics: Its columns.
-      rows: Patterns of variants, separated by spaces.
-    """
+    """A table with a row for each variant, or each that matches the patterns `rows`, and a column for each metric."""
 
     caption: str
     metrics: Quantities
@@ -50,27 +40,15 @@ class Columns:
 
     def __call__(self, results: Results) -> Table:
         """Builds the table; a metric that no variant has gets no column."""
-        shown = _rows(results, self.rows)
+        shown = results.matching(self.rows)
         columns = [of for of in quantities(self.metrics) if any(result.values(of) for result in shown)]
         rows = [[result.name, *(cell(result, quantity) for quantity in columns)] for result in shown]
         return Table(self.caption, ["", *(quantity.label for quantity in columns)], rows)
 
 
-def _rows(results: Results, patterns: str) -> list[Result]:
-    if not patterns:
-        return list(results.values())
-    return [of for of in results.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
-
-
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """A table of a paper, of models that are not run here.
-
-    Attributes:
-      caption: Of the table.
-      metrics: Its columns.
-      paper: Row -> metric -> number.
-    """
+    """A table of a paper, of models that are not run here: `paper` is row -> metric -> number."""
 
     caption: str
     metrics: Quantities
@@ -87,12 +65,8 @@ class Printed:
 class Paired:
     """Changes of variants from a reference, paired by seed, with 95% confidence intervals; bold if they exclude 0.
 
-    Attributes:
-      caption: Of the table.
-      reference: A variant; `*` in it stands for the same as in `rows`.
-      rows: A pattern of the variants that are compared with it, or several.
-      changes: Metrics whose change is relative.
-      differences: Metrics of which the difference is taken.
+    `rows` are patterns of the variants that are compared with `reference`, in which `*` stands for the same. The change
+    of the metrics in `changes` is relative.
     """
 
     caption: str
@@ -110,7 +84,7 @@ class Paired:
             for result in results.matching(pattern):
                 case = case_in(pattern, result.name) or ""
                 name = self.reference.replace("*", case)
-                if name in results and name != result.name:
+                if name in results and name != result.name and result.seeds:
                     reference = results[name]
                     rows.append([result.name, *(_paired(result, reference, of, text) for of, text in columns)])
         return Table(self.caption, ["", *(of.label for of, _ in columns)], rows)

@@ -8,23 +8,21 @@ was there: `softmax1_sinks` says why it should do what softmax-1 does not.
 
 from orthojax import quant
 from orthojax.config import Config, replace
-from orthojax.experiments.active_dormant.measures import KEY_MASS, OUTLIERS
-from orthojax.experiments.active_dormant.runs import (
-    BIGRAM,
-    COPY,
-    DRAIN,
-    ORTHOADAM,
-    PEAK,
-    RISKS,
-    SCALES,
-    SEEDS,
-    SGD,
-    SINK,
-    backcopy,
-    short,
+from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, DRAIN, KEY_MASS, OUTLIERS, PEAK, RISKS, SINK
+from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy, short
+from orthojax.experiments.claims import (
+    FIRST,
+    FRACTION,
+    NO_OUTLIERS,
+    OUTCOME,
+    REST,
+    Claim,
+    Expr,
+    Metric,
+    largest,
+    lost,
+    smallest,
 )
-from orthojax.experiments.claims import FIRST, FRACTION, NO_OUTLIERS, REST, Claim, Expr, Metric, largest, lost, smallest
-from orthojax.experiments.cure import OUTCOME
 from orthojax.experiments.pictures import Bars, ByLayer, ByStep
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns

@@ -1,4 +1,4 @@
-"""Measures of runs on Bigram-Backcopy: recorded steps, interventions, keys, outliers, sinks by one definition."""
+"""Metrics and measures of runs on Bigram-Backcopy: recorded steps, interventions, keys, outliers, sinks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,13 +13,28 @@ from orthojax import analysis, quant
 from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.mechanism_probe import probe_file
+from orthojax.experiments.claims import Metric
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.experiments.results import Numbers
 from orthojax.model import Interventions, LoadedModel, Taps, Transformer
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
 
-_RISKS = ("backcopy_excess_risk_nats", "bigram_excess_risk_nats")
+COPY, BIGRAM = RISKS = Metric("backcopy_excess_risk_nats"), Metric("bigram_excess_risk_nats")
+SINK = Metric("sink_attention_rest")  # the largest of the layers
+
+
+def _ratios(of: Numbers, name: str) -> list[float]:
+    """Returns a norm of <s> over that of the others in every layer that has it."""
+    ratios = of.layers(f"{name}_first") / of.layers(f"{name}_rest")
+    return [float(ratio) for ratio in ratios if np.isfinite(ratio)] or [np.nan]
+
+
+# Of the layers, the one with the most pronounced phenomenon counts.
+PEAK = Metric("residual norm of <s> / others', largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
+DRAIN = Metric("value norm of <s> / others', smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
+
 _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "residual_norm_first")
 
 
@@ -45,15 +60,11 @@ def line(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
 
 
 def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Computes of every curve its start, its largest value, its growth, `half_step`, and fits to late steps.
-
-    The fits are lines over ln t from step 200 on (`log_r`, `log_slope`) and over t from 500 on (`linear_r`,
-    `linear_slope`).
-    """
+    """Computes of every curve start, largest value, growth and `half_step`, and lines over ln t and t of late steps."""
     lines = [line for line in read_metrics(loaded.source.parents[1] / "metrics.jsonl") if "sink_attention" in line]
     layers = range(loaded.config.model.num_layers)
     found: dict[str, float] = {}
-    for name in (*_RISKS, *(f"{name}/layer_{layer}" for name in _BY_LAYER for layer in layers)):
+    for name in (COPY.name, BIGRAM.name, *(f"{name}/layer_{layer}" for name in _BY_LAYER for layer in layers)):
         points = [(line["step"], line[name]) for line in lines if name in line]
         if len(points) < 2:
             continue
@@ -77,11 +88,8 @@ def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> d
 
     The gradient is that of the loss at other positions. `gradient_final_cosine`: its mean cosine with that of the last
     probe. `gradient_decay`: the slope of its logarithm against that of the residual norm; -1 is 1 / norm.
-    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s.
-
-    Args:
-      probes: The arrays of every probe, in the order of their steps.
-      since: The first step that counts.
+    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s. The probes are in the order of
+    their steps, of which those from `since` on count.
     """
     late = [arrays for arrays in probes if arrays["step"] >= since]
     by_probe = {name: np.stack([of[name] for of in late]).astype(float) for name in late[0] if name[:6] == "first_"}
@@ -114,10 +122,7 @@ def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 MECHANISM = Measure("mechanism", _mechanism)  # of runs with `mechanism_probe`
 
 
-_KEPT = (
-    *("backcopy_excess_risk_nats", "bigram_excess_risk_nats", "sink_attention_rest", "sink_logit_gap"),
-    *("value_norm_first", "residual_norm_first", "residual_peak"),
-)
+_KEPT = (COPY.name, BIGRAM.name, "sink_logit_gap", "value_norm_first", "residual_norm_first", "residual_peak")
 
 
 def _scales(num_layers: int) -> dict[str, Interventions]:
@@ -134,7 +139,7 @@ def _scales(num_layers: int) -> dict[str, Interventions]:
 
 
 def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Computes `NAME: METRIC` of every intervention: risks, and by layer sink, gap, value and peak."""
+    """Computes `NAME: METRIC` of every intervention: risks, and by layer gap, value and peak."""
     assert inputs.task is not None
     (observe, risks_of), tokens, found = observing(inputs.task), jnp.asarray(inputs.evaluation[:128, :-1]), {}
     for name, given in _scales(loaded.config.model.num_layers).items():
@@ -186,18 +191,12 @@ def key_mass(
 ) -> dict[str, jax.Array]:
     """Computes where one layer attends, mean over heads and late queries, those of the second half of a sequence.
 
-    Args:
-      weights: [B, N, T, T].
-      value_norms: ||W_o v||, [B, N, T].
-      tokens: int [B, T].
-      task: Says which ids are triggers, and that after a delimiter none is.
-
-    Returns:
-      Scalars of non-trigger queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on
-      the token that has most above its `largest_token_equal`, which equal weights would give it by its occurrences;
-      `token_value_ratio`, the value norm of that token's keys over that of all; with a delimiter `delimiter_key`. Of
-      trigger queries `active_first_key` and `active_trigger_keys`, and with a delimiter `delimiter_key_triggers` of
-      queries whose token is a trigger elsewhere.
+    Of weights [B, N, T, T], value norms ||W_o v|| [B, N, T] and int [B, T] tokens it returns scalars of non-trigger
+    queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on the token that has most
+    above its `largest_token_equal`, which equal weights would give it by its occurrences; `token_value_ratio`, the
+    value norm of that token's keys over that of all; with a delimiter `delimiter_key`. Of trigger queries
+    `active_first_key` and `active_trigger_keys`, and with a delimiter `delimiter_key_triggers` of queries whose token
+    is a trigger elsewhere.
     """
     T, V, is_trigger, delimiter = tokens.shape[1], task.vocab_size, task.is_trigger(tokens), task.delimiter_id
     trigger = jnp.isin(jnp.arange(V), jnp.asarray(task.triggers))  # by id
@@ -331,4 +330,4 @@ def _align(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured({name: float(value) for name, value in found.items()})
 
 
-ALIGNED_MEASURE = Measure("aligned", _align)
+ALIGNED = Measure("aligned", _align)

@@ -4,7 +4,7 @@ Active-Dormant Attention Heads (arXiv 2410.13835) states: if upper layers have a
 respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
 <s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly. The
 statement is about attention, through which the state acts on other positions, so the gradient here is that of their
-loss; that of the prediction at <s> itself, the larger one once the task is learned, stands apart.
+loss, without the prediction at <s> itself.
 
 A run with `train.probe = "orthojax.experiments.active_dormant.mechanism_probe:mechanism_probe"` writes the arrays of
 every probe to probes/step_N.npz.
@@ -28,13 +28,7 @@ from orthojax.files import make_folder, write_atomically
 from orthojax.model import Interventions, Transformer, unstack_layers
 from orthojax.ops import cross_entropy_nats
 
-WEAK = 0.25  # of all directions
 _ROWS = 16  # rows of a probe whose gradients are taken
-
-
-def first_residuals(model: Transformer, params: Any, token: jax.Array) -> jax.Array:
-    """Returns the residual stream at position 0 after each block, [L, D], given the first token, int []."""
-    return _first_states(model, params, token)[0]
 
 
 def _first_states(model: Transformer, params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -46,36 +40,24 @@ def _first_states(model: Transformer, params: Any, token: jax.Array) -> tuple[ja
     return jax.tree.map(lambda x: x.astype(jnp.float32), observed)
 
 
-def first_residual_gradients(model: Transformer, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes gradients of the loss with respect to the residual stream at position 0 after each block, [L, D] each.
+def first_residual_gradients(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
+    """Computes gradients with respect to the residual stream at position 0 after each block, [L, D].
 
-    The same vector is moved in all sequences; that after one block, with what the blocks below compute held.
-
-    Args:
-      model: The model.
-      params: Its parameters.
-      tokens: int [B, T + 1], all with the same first token.
-
-    Returns:
-      Of the losses at all other positions, to which the state is a key and a value; and of the loss at position 0
-      itself. Both losses are divided by all B T targets, so that the gradients add up to that of the mean loss.
+    They are those of the losses at all other positions, divided by all B T targets. The same vector is moved in all
+    sequences, with what the blocks below compute held; `tokens`, int [B, T + 1], have the same first token.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     L = model.config.num_layers
 
-    def loss(residual: jax.Array, layer: jax.Array, own: bool) -> jax.Array:
-        # Its own prediction needs no other position.
-        seen, wanted = (inputs[:, :1], targets[:, :1]) if own else (inputs, targets)
-        share = (jnp.arange(L) == layer)[:, None] & (jnp.arange(seen.shape[1]) == 0)[None]
+    def loss(residual: jax.Array, layer: jax.Array) -> jax.Array:
+        share = (jnp.arange(L) == layer)[:, None] & (jnp.arange(inputs.shape[1]) == 0)[None]
         values = jnp.broadcast_to(residual, (L, 1, 1, residual.size))
         given = Interventions(residual=values, residual_share=share.astype(jnp.float32))
-        logits: Any = model.apply({"params": params}, seen, interventions=given)[0]
-        losses = cross_entropy_nats(logits, wanted)
-        return jnp.sum(losses if own else losses[:, 1:]) / targets.size
+        logits: Any = model.apply({"params": params}, inputs, interventions=given)[0]
+        return jnp.sum(cross_entropy_nats(logits, targets)[:, 1:]) / targets.size
 
-    of_each = (first_residuals(model, params, tokens[0, 0]), jnp.arange(L))
-    others, own = (jax.lax.map(lambda of, own=own: jax.grad(loss)(*of, own), of_each) for own in (False, True))
-    return others, own
+    of_each = (_first_states(model, params, tokens[0, 0])[0], jnp.arange(L))
+    return jax.lax.map(lambda of: jax.grad(loss)(*of), of_each)
 
 
 def _blocks(model: Transformer, params: Any) -> list[Any]:
@@ -85,11 +67,8 @@ def _blocks(model: Transformer, params: Any) -> list[Any]:
 
 def _read_by(block: Any, name: str) -> jax.Array:
     """Returns the kernel [D, K * width] of keys or values times the gain of the norm before it."""
-    return _gain(block, "attention_norm") * block["attention"][name]["kernel"].astype(jnp.float32)
-
-
-def _gain(part: Any, norm: str) -> jax.Array:
-    return jnp.reshape(part.get(norm, {}).get("scale", jnp.ones(1)), (-1, 1))
+    gain = jnp.reshape(block.get("attention_norm", {}).get("scale", jnp.ones(1)), (-1, 1))
+    return gain * block["attention"][name]["kernel"].astype(jnp.float32)
 
 
 def weak_directions(model: Transformer, params: Any) -> jax.Array:
@@ -102,7 +81,7 @@ def weak_directions(model: Transformer, params: Any) -> jax.Array:
     c, above, projectors = model.config, jnp.zeros((model.config.d_model,) * 2), []
     for block in reversed(_blocks(model, params)):
         _, vectors = jnp.linalg.eigh(above)
-        weak = vectors[:, : round(WEAK * c.d_model)]
+        weak = vectors[:, : round(0.25 * c.d_model)]
         projectors.append(jnp.where(jnp.any(above != 0.0), weak @ weak.T, jnp.nan))
         if "attention" in block:
             value = _read_by(block, "value").reshape(c.d_model, c.kv_heads, c.value_dim)
@@ -119,54 +98,30 @@ def key_directions(model: Transformer, params: Any, token: jax.Array) -> jax.Arr
     Definition: diag(g) W_K k, summed over heads, of the next block, with k its key of position 0; nan after the last
     and if the next block does not attend.
     """
-    c, (_, keys) = model.config, _first_states(model, params, token)
-    directions = []
-    for layer, block in enumerate(_blocks(model, params)[1:], 1):
-        if "attention" in block:
-            directions.append(_read_by(block, "key") @ keys[layer].ravel())
-        else:
-            directions.append(jnp.full(c.d_model, jnp.nan))
-    return jnp.stack([*directions, jnp.full(c.d_model, jnp.nan)])
-
-
-def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the cosine of vectors along the last axis; nan if one is 0."""
-    return jnp.sum(a * b, axis=-1) / (jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1))
+    _, keys = _first_states(model, params, token)
+    none = jnp.full(model.config.d_model, jnp.nan)
+    above = enumerate(_blocks(model, params)[1:], 1)
+    read = (_read_by(block, "key") @ keys[layer].ravel() if "attention" in block else none for layer, block in above)
+    return jnp.stack([*read, none])
 
 
 def first_token_mechanism(model: Transformer, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
     """Measures the paper's statements on the gradient of the first token's residual stream, with its vectors.
 
-    Args:
-      model: The model.
-      params: Its parameters.
-      tokens: int [B, T + 1], all with the same first token.
-
-    Returns:
-      After each block, [L], of the gradient of the losses at other positions, `first_gradient_norm`;
-      `first_gradient_weak_share`, the share of its squared norm in `weak_directions`; `first_gradient_key_cosine`,
-      between its negative, the way that the state is pushed, and `key_directions`; `first_gradient_residual_cosine`,
-      between its negative and the state itself. Of the gradient of its own loss `first_own_gradient_norm`. The vectors
-      [L, D]: `first_residual`, `first_gradient`, `first_own_gradient`. After the last block, to which nothing attends,
-      the former gradient is 0, and ratios to its norm are nan.
+    Of int [B, T + 1] tokens, all with the same first one, after each block: `first_gradient_weak_share` [L], the share
+    of the gradient's squared norm in `weak_directions`; `first_gradient_key_cosine` [L], between its negative, the way
+    that the state is pushed, and `key_directions`; the vectors `first_residual` and `first_gradient`, [L, D]. After the
+    last block, to which nothing attends, the gradient is 0, and ratios to its norm are nan.
     """
-    residual = first_residuals(model, params, tokens[0, 0])
-    gradient, own = first_residual_gradients(model, params, tokens)
+    gradient, along = first_residual_gradients(model, params, tokens), key_directions(model, params, tokens[0, 0])
     norm = jnp.linalg.norm(gradient, axis=-1)
     weak = jnp.einsum("LD,LDE,LE->L", gradient, weak_directions(model, params), gradient)
     return {
-        "first_gradient_norm": norm,
         "first_gradient_weak_share": weak / norm**2,
-        "first_gradient_key_cosine": cosine(-gradient, key_directions(model, params, tokens[0, 0])),
-        "first_gradient_residual_cosine": cosine(-gradient, residual),
-        "first_own_gradient_norm": jnp.linalg.norm(own, axis=-1),
-        "first_residual": residual,
+        "first_gradient_key_cosine": jnp.sum(-gradient * along, axis=-1) / (norm * jnp.linalg.norm(along, axis=-1)),
+        "first_residual": _first_states(model, params, tokens[0, 0])[0],
         "first_gradient": gradient,
-        "first_own_gradient": own,
     }
-
-
-# What a run writes.
 
 
 def probe_file(folder: Path, step: int) -> Path:
@@ -177,12 +132,7 @@ def probe_file(folder: Path, step: int) -> Path:
 def mechanism_probe(config: Config, rows: np.ndarray, folder: Path) -> Callable[[int, Any], None]:
     """Returns the function of a run that writes the arrays of a probe, given a step and the parameters after it.
 
-    The arrays of a file are `step` and those of `first_token_mechanism`.
-
-    Args:
-      config: The run, on one device.
-      rows: Of the probe, int32 [probe_sequences, T + 1].
-      folder: For the files.
+    The arrays of a file are `step` and those of `first_token_mechanism`; rows are int32 [probe_sequences, T + 1].
 
     Raises:
       UserError: If sequences start with different tokens, or the run has a mesh.

@@ -29,8 +29,6 @@ from orthojax.experiments.tables import Columns
 
 _B1, _B2 = 0.9, 0.99
 
-# Gradient flow, which SGD follows.
-
 
 def residual_norm_flow(times: np.ndarray, start: float, rate: float) -> np.ndarray:
     r"""Solves the residual-norm toy :math:`\dot m = \eta \ln t / (m^3 t)`, :math:`t \ge 1`, under gradient flow.
@@ -82,9 +80,6 @@ def norm_along_flow(y: float | np.ndarray, start: tuple[float, float], c: float)
     return ((m**2 + 2 * m * c + 1) ** 2 + 2 * (1 - c**2) * (np.asarray(y) ** 2 - y0**2)) ** 0.25
 
 
-# Adam.
-
-
 def adam_gain(decay: float, b2: float = _B2) -> float:
     r"""Computes the size of Adam's update, in units of its rate, for the gradient :math:`g_0 e^{-\gamma t}`.
 
@@ -127,15 +122,8 @@ def adam_norm_growth(
 
     where :math:`s = \sqrt d` is the length of an update. So m grows by :math:`\eta \sqrt d` a step until decay balances
     it (:math:`m = \sqrt d / \lambda`) or the gradient is below eps; from there Adam is SGD of the rate :math:`\eta /
-    \epsilon`, and `residual_norm_flow` holds.
-
-    Args:
-      speed: s, for a direction whose entries have equal sizes.
-      steps: How many.
-      rate: eta.
-      start: m_0.
-      eps: Of Adam.
-      decay: lambda, decoupled.
+    \epsilon`, and `residual_norm_flow` holds. `speed` is s, for a direction whose entries have equal sizes, `rate` eta,
+    `start` m_0 and `decay` lambda, decoupled.
     """
     along, norm, before, norms = 0.0, start, 0.0, []
     for t in range(1, steps + 1):

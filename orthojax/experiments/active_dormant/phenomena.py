@@ -5,32 +5,15 @@ output of three alone; here is every layer.
 """
 
 from orthojax.config import Config, replace
-from orthojax.experiments.active_dormant.measures import (
-    ALIGNED_MEASURE,
-    HISTORY,
-    INTERVENTIONS,
-    MECHANISM,
-    OUTLIERS,
-    WITHOUT_TRIGGERS,
-)
-from orthojax.experiments.active_dormant.runs import (
-    BIGRAM,
-    COPY,
-    ORTHOADAM,
-    PEAK,
-    RISKS,
-    SCALES,
-    SEEDS,
-    SGD,
-    SINK,
-    backcopy,
-)
+from orthojax.experiments.active_dormant import measures
+from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, PEAK, RISKS, SINK
+from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
 from orthojax.experiments.base import SHALLOW_MODEL
 from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, smallest
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.pictures import ByLayer, ByStep, Maps
 from orthojax.experiments.report import Table
-from orthojax.experiments.results import Numbers, Result, Results
+from orthojax.experiments.results import Result, Results
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns, cell
 from orthojax.model import LoadedModel
@@ -91,7 +74,7 @@ ONE_LAYER = Study(
     scales=SCALES,
     seeds=SEEDS,
     aliases=_best_rates,
-    measures=(HISTORY, INTERVENTIONS, WITHOUT_TRIGGERS),
+    measures=(measures.HISTORY, measures.INTERVENTIONS, measures.WITHOUT_TRIGGERS),
     note="One block with one head; risks are above the oracle's, with the true law of the first token. The paper's "
     "numbers are of one seed, after 10,000 steps at width 256; its oracle at <s> allows triggers, so that its bigram "
     "risk is too high by 0.0107. A head is dormant below a tenth of its largest activity.",
@@ -237,7 +220,7 @@ THREE_LAYERS = Study(
     }),
     scales=SCALES,
     seeds=SEEDS,
-    measures=(HISTORY, MECHANISM, OUTLIERS),
+    measures=(measures.HISTORY, measures.MECHANISM, measures.OUTLIERS),
     note="Three blocks with one head; SGD has momentum 0.9. A peak is the norm of the residual stream at <s> over its "
     "mean at other tokens. The gradient is that of the loss at other positions with respect to the residual stream at "
     "<s>, from step 200 on. The paper's numbers are of one seed, after 10,000 steps at width 256.",
@@ -290,13 +273,9 @@ def _left(key: str) -> Metric:
     return Metric(f"{Metric(key).label}, without the first layer over with it", of)
 
 
-def _largest_later(of: Numbers, intervention: str) -> float:
-    return float(of.layers(f"{intervention}: residual_peak")[1:].max())
-
-
 _PEAK_LEFT = Metric(
     "largest later peak, without the first layer over with it",
-    lambda of: _largest_later(of, "no_layer_0") / _largest_later(of, "none"),
+    lambda of: float(of.layers("no_layer_0: residual_peak")[1:].max() / of.layers("none: residual_peak")[1:].max()),
 )
 _GAP_LEFT, _VALUE_LEFT = _left("sink_logit_gap/layer_1"), _left("value_norm_first/layer_1")
 _COPY_WITHOUT, _BIGRAM_WITHOUT = (Metric(f"no_layer_0: {risk.name}") for risk in RISKS)
@@ -315,7 +294,7 @@ PEAK_BLOCKS = Study(
     }),
     scales=SCALES,
     seeds=SEEDS,
-    measures=(INTERVENTIONS,),
+    measures=(measures.INTERVENTIONS,),
     note="Models of up to three blocks, some without attention or MLP: mlp_one_mlp is an MLP, a block and an MLP. The "
     "peak is the norm of the residual stream at <s> less its mean at other tokens. The paper's are of one seed.",
     # Read off its bar chart, but for one that is exact.
@@ -355,7 +334,7 @@ ALIGNED = Study(
         "language_model": SHALLOW_MODEL,
     },
     models=lambda given: given,
-    measures=(ALIGNED_MEASURE,),
+    measures=(measures.ALIGNED,),
     note="Means over 8 held-out rows and all heads; `--model=smollm2=smollm2` adds a published model. "
     "The first position is <s> if rows begin with it, as on Bigram-Backcopy, and otherwise an ordinary token. All "
     "queries count, also those of triggers, which sink_attention and sink_logit_gap leave out. Spreads are of logits "

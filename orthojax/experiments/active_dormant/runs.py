@@ -1,4 +1,4 @@
-"""The runs on Bigram-Backcopy that entries vary, their metrics, and runs with the value or the key of <s> held.
+"""The runs on Bigram-Backcopy that entries vary, and runs with the value or the key of <s> held.
 
 The norm of :math:`W_O v_{<s>}` is held by a factor target / norm of the value; gradients pass through the norm, so that
 only the direction is trained.
@@ -6,7 +6,6 @@ only the direction is trained.
 
 import dataclasses
 import functools
-import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +21,6 @@ from orthojax.data import open_task
 from orthojax.data.bigram_backcopy import EVALUATION, BigramBackcopy, default_text
 from orthojax.experiments.active_dormant.measures import key_mass
 from orthojax.experiments.base import BACKCOPY_MODEL
-from orthojax.experiments.claims import Metric
-from orthojax.experiments.results import Numbers
 from orthojax.experiments.study import Row
 from orthojax.model import Interventions, Taps, Transformer, bigram_backcopy
 from orthojax.ops import cross_entropy_nats
@@ -94,22 +91,6 @@ def letters() -> BigramBackcopy:
     kept = (c if c in string.ascii_lowercase else " " for c in default_text().lower())
     return BigramBackcopy.from_text(" ".join("".join(kept).split()))
 
-
-COPY, BIGRAM = RISKS = Metric("backcopy_excess_risk_nats"), Metric("bigram_excess_risk_nats")
-SINK = Metric("sink_attention_rest")  # the largest of the layers
-
-
-def _ratios(of: Numbers, name: str) -> list[float]:
-    """Returns a norm of <s> over that of the others in every layer that has it."""
-    ratios = of.layers(f"{name}_first") / of.layers(f"{name}_rest")
-    return [float(ratio) for ratio in ratios if math.isfinite(ratio)] or [math.nan]
-
-
-# Of the layers, the one with the most pronounced phenomenon counts.
-PEAK = Metric("residual norm of <s> / others', largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
-DRAIN = Metric("value norm of <s> / others', smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
-
-# Training with the value of <s> held, or with <s> hidden from non-triggers.
 
 SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
 EARLY = 300  # a mean over the steps to here says how soon a curve rises
@@ -216,12 +197,7 @@ def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) ->
 
     In float32 even if float64 is enabled. Parameters, optimizer and batches are those of the same config elsewhere.
     `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass of the start.
-
-    Args:
-      name: Of the row.
-      setting: Its config's steps are not read.
-      seed: Of parameters and data.
-      shown: Steps after which to measure, ascending; the last one ends the run.
+    The run ends with the last of the ascending steps `shown`; those of the config are not read.
     """
     config, found = replace(setting.config, {"train.seed": seed, "data.seed": seed}), {}
     with jax.enable_x64(False):

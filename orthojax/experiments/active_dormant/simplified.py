@@ -33,7 +33,6 @@ from orthojax.ops.statistics import kurtosis
 from orthojax.optim import Rotation, orthoadam
 
 HIDDEN = 128
-LAYER_NORM_EPS = 1e-5
 
 Params = dict[str, Any]
 # Logits [B, T, V], weight on <s> of the middle layer [B, T], and the residual stream of <s> after each layer, [V] each.
@@ -65,15 +64,9 @@ def bos_value(params: Params) -> jax.Array:
 
 
 def attend(params: Params, tokens: jax.Array, trigger: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes the simplified attention.
+    """Computes the simplified attention: (output [B, T, V], weight on <s> [B, T]).
 
-    Args:
-      params: Of `init`.
-      tokens: int [B, T], <s> first.
-      trigger: Whether an id is a trigger, bool [V].
-
-    Returns:
-      (output [B, T, V], weight on <s> [B, T]).
+    `tokens` are int [B, T], <s> first, and `trigger`, bool [V], says which ids are triggers.
     """
     value, beta = params["value"], bos_value(params)
     length = tokens.shape[1]
@@ -98,9 +91,6 @@ def apply(params: Params, tokens: jax.Array, trigger: jax.Array) -> Applied:
     output, bos_weight = attend(params, tokens, trigger)
     by_token = jax.nn.relu(params["mlp_in"]) @ params["mlp_out"]  # [V, V]; the MLP sees the token alone
     return output + by_token[tokens], bos_weight, ()
-
-
-# Three layers: a minimal layer below and one above, which act on the residual stream of <s> alone.
 
 
 def init_three_layers(key: jax.Array, vocab_size: int) -> Params:
@@ -130,7 +120,7 @@ def init_three_layers(key: jax.Array, vocab_size: int) -> Params:
 def layer_norm(x: jax.Array) -> jax.Array:
     """Computes LayerNorm of one vector without gain and bias."""
     centred = x - jnp.mean(x)
-    return centred / jnp.sqrt(jnp.mean(jnp.square(centred)) + LAYER_NORM_EPS)
+    return centred / jnp.sqrt(jnp.mean(jnp.square(centred)) + 1e-5)
 
 
 def minimal_layer(params: Params, residual: jax.Array) -> jax.Array:
@@ -229,13 +219,7 @@ def train(
 ) -> dict[int, dict[str, float]]:
     """Minimises the mean cross-entropy of fresh sequences of a task, and returns step -> the results of `measure`.
 
-    Args:
-      apply: The model.
-      params: Its start.
-      optimizer: Any.
-      task: The task that sequences are drawn from.
-      shown: Steps after which to measure, multiples of 10, ascending; the last one ends the training.
-      seed: Of the sequences.
+    The steps `shown` are multiples of 10, ascending; the last one ends the training.
     """
     held_out = np.asarray(task.batch(0, _EVALUATED, _LENGTH, seed + 1_000_000))[:, :-1]
     oracle, trigger = jnp.asarray(task.oracle(held_out), jnp.float32), task.is_trigger(np.arange(task.vocab_size))

@@ -23,8 +23,6 @@ from orthojax.experiments.claims import Claim, Metric, all_of
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
 
-TOLERANCE = 1e-9  # relative, of the integration
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chain:
@@ -98,7 +96,7 @@ def flow(
     start = np.concatenate([alpha, beta])
     from scipy.integrate import solve_ivp  # here, because it takes most of a second to import
 
-    path = solve_ivp(derivative, (0.0, at[-1]), start, "LSODA", at, rtol=TOLERANCE, atol=1e-14)
+    path = solve_ivp(derivative, (0.0, at[-1]), start, "LSODA", at, rtol=1e-9, atol=1e-14)
     return path.y[:count].T, path.y[count:].T
 
 
@@ -158,11 +156,8 @@ def bos_rates(chain: Chain, alpha: float) -> np.ndarray:
 def distance_to_stationary(alpha: np.ndarray, beta: np.ndarray, chain: Chain) -> tuple[float, float]:
     r"""Measures the distance from the set :math:`\{\alpha_v = \alpha, \beta = c \mathbf 1 - e^{-\alpha} \xi\}`.
 
-    There q = p for every v, so that nothing moves.
-
-    Returns:
-      (the standard deviation of alpha under pi; :math:`\| P (e^{\bar\alpha} \beta + \xi) \| / \| P \xi \|` with P the
-      centring and the mean under pi): both are 0 on the set.
+    There q = p for every v, so that nothing moves. Returns the standard deviation of alpha under pi, and :math:`\| P
+    (e^{\bar\alpha} \beta + \xi) \| / \| P \xi \|` with P the centring and the mean under pi: both are 0 on the set.
     """
     mean = chain.weights @ alpha
     spread = float(np.sqrt(chain.weights @ (alpha - mean) ** 2))

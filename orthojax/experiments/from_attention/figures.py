@@ -15,6 +15,7 @@ from orthojax.experiments.claims import (
     GAUSSIAN,
     MASS,
     NO_OUTLIERS,
+    OUTCOME,
     OUTLIERS,
     PPL,
     REST,
@@ -32,7 +33,6 @@ from orthojax.experiments.claims import (
     peak,
     smallest,
 )
-from orthojax.experiments.cure import OUTCOME
 from orthojax.experiments.figures import Scale, maps
 from orthojax.experiments.from_attention import channels, measures, rotations
 from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, grid, retested

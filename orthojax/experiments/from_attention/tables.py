@@ -21,9 +21,11 @@ from orthojax.experiments.claims import (
     MAX_REST,
     MODERATE,
     NO_OUTLIERS,
+    OUTCOME,
     OUTLIERS,
     PPL,
     REST,
+    WORST,
     Claim,
     Expr,
     Metric,
@@ -38,12 +40,12 @@ from orthojax.experiments.claims import (
     largest,
     largest_of_all,
     lost,
+    no_perplexity_lost,
     not_measured,
     rising,
     smallest,
     worst,
 )
-from orthojax.experiments.cure import OUTCOME, WORST, no_perplexity_lost
 from orthojax.experiments.from_attention import models
 from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.experiments.from_attention.channels import OUTPUT_WEIGHTS, correlation, output_norms

@@ -7,19 +7,25 @@ from orthojax.experiments.base import METHODS, REPEATED_MODEL
 from orthojax.experiments.claims import (
     CHANCE,
     COARSE,
+    DRAIN,
     FRACTION,
     INT4,
     MODERATE,
     NO_OUTLIERS,
+    PEAK,
     PPL,
     Claim,
     Metric,
+    cured_outliers,
     dominated,
     excess_left,
+    halved,
+    loses_less,
     lost,
+    no_perplexity_lost,
+    outliers,
     worst,
 )
-from orthojax.experiments.cure import DRAIN, PEAK, cured_outliers, halved, loses_less, no_perplexity_lost, outliers
 from orthojax.experiments.ours.rounding import FOUR_BIT, FOUR_BITS
 from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study, grid

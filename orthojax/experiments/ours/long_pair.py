@@ -7,8 +7,16 @@ parameters with <s> on the sources of Python packages; configs/python_packages.p
 from orthojax import quant
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
 from orthojax.experiments.base import PACKAGES_MODEL, cured
-from orthojax.experiments.claims import Claim, all_of, largest, lost
-from orthojax.experiments.cure import OUTCOME, cured_outliers, halved, no_perplexity_lost
+from orthojax.experiments.claims import (
+    OUTCOME,
+    Claim,
+    all_of,
+    cured_outliers,
+    halved,
+    largest,
+    lost,
+    no_perplexity_lost,
+)
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.pictures import LOSS, ByStep, Maps
 from orthojax.experiments.study import Study

@@ -10,21 +10,26 @@ from orthojax.experiments.base import LANGUAGE_MODEL, METHODS, SHALLOW_MODEL, cu
 from orthojax.experiments.claims import (
     FIRST,
     NO_OUTLIERS,
+    OUTCOME,
     OUTLIERS,
+    PEAK,
     PPL,
     REST,
+    WORST,
     Claim,
     Metric,
     all_of,
     check,
+    cured_outliers,
     function,
     largest,
     lost,
+    no_perplexity_lost,
+    outliers,
     rising,
     smallest,
     worst,
 )
-from orthojax.experiments.cure import OUTCOME, PEAK, WORST, cured_outliers, no_perplexity_lost, outliers
 from orthojax.experiments.from_attention.models import RUNS, SCALES
 from orthojax.experiments.pictures import KURTOSIS, LOSS, ByStep, Points
 from orthojax.experiments.results import Missing, Result

@@ -30,8 +30,8 @@ from orthojax.experiments.claims import (
     excess_left,
     function,
     lost,
+    outliers,
 )
-from orthojax.experiments.cure import outliers
 from orthojax.experiments.pictures import ByLayer, ByStep
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns

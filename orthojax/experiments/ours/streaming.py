@@ -10,8 +10,17 @@ import numpy as np
 from orthojax.config import Config, replace
 from orthojax.data import TokenBatches
 from orthojax.experiments.base import SHALLOW_MODEL, cured
-from orthojax.experiments.claims import Claim, Expr, Metric, all_of, dominated, function, smallest
-from orthojax.experiments.cure import cured_outliers, halved
+from orthojax.experiments.claims import (
+    Claim,
+    Expr,
+    Metric,
+    all_of,
+    cured_outliers,
+    dominated,
+    function,
+    halved,
+    smallest,
+)
 from orthojax.experiments.figures import lines
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.report import Picture
