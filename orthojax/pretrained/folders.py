@@ -112,8 +112,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
-    given = read_json(folder / "config.json", "config of a model")
-    name = given.get("model_type")
+    given: Any = read_json(folder / "config.json", "config of a model")
+    name: Any = given.get("model_type")
     if name == OWN:
         return from_dict(ModelConfig, given.get("model")), None
     known = isinstance(name, str) and name in FAMILIES
