@@ -401,7 +401,7 @@ def test_metrics_are_means_or_maxima_over_layers():
         np.testing.assert_allclose(risks[name], compiled(name)(*oracle_and_guess(), IS_TRIGGER), rtol=1e-6)
 
 
-def test_sink_rate_is_a_share_of_heads_of_all_batches():
+def test_sink_rate_share_of_heads_of_all_batches():
     by_head = TAPS["attention_weights"][..., 0].mean(axis=(1, 3))
     metrics = analysis.finalize(CASES["language model"](slice(None)))
     assert metrics["sink_rate"] == np.mean(by_head > 0.3)

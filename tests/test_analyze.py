@@ -164,7 +164,7 @@ def test_token_ids_may_be_a_stream(tmp_path):
         read_token_ids(tmp_path / "ids.npy", rows=0, length=30)
 
 
-def test_checkpoints_of_a_run_are_a_series_by_step(models):
+def test_checkpoints_of_run_are_a_series_by_step(models):
     checkpoints = models / "run" / "checkpoints"
     wanted = {"5": str(checkpoints / "5"), "20": str(checkpoints / "20")}
     assert list(checkpoint_series(str(models / "run")).items()) == list(wanted.items())

@@ -201,7 +201,7 @@ def test_a_damaged_json_item_is_named(copy, item, content):
         read[item](step)
 
 
-def test_damage_to_any_byte_of_any_file_is_found(finished, copy):
+def test_damage_to_any_byte_of_any_file_found(finished, copy):
     """Every file but the marks that Orbax leaves; Orbax itself restores a flipped byte of an array silently."""
     step, rng = find_checkpoint(copy), random.Random(0)
     files = [path for path in step.rglob("*") if path.is_file() and path.name != "commit_success.txt"]
@@ -317,7 +317,7 @@ def test_a_failed_background_write_stops_the_run(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
-def test_a_checkpoint_decides_and_a_run_that_never_began_does_not(copy):
+def test_only_a_checkpoint_decides_that_a_run_began(copy):
     (copy / "config.json").unlink()
     with pytest.raises(UserError, match=r"train\.seed=5 \(was 0\)"):
         train(replace(CONFIG, {"train.seed": 5}), INPUTS, copy)

@@ -113,7 +113,7 @@ def test_the_parameters_alone_are_read_onto_one_device(saved, kind):
     assert all(leaf.dtype == "float32" and leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(params))
 
 
-def test_a_state_of_another_structure_is_refused_and_not_called_damaged(saved):
+def test_state_of_another_structure_is_not_called_damaged(saved):
     home, _ = saved
     with Checkpoints(home / "adam/checkpoints", keep=2) as checkpoints:
         like = blank_state(replace(CONFIG, KINDS["adam"]))

@@ -94,7 +94,7 @@ def in_python(text):
 
 @settings(max_examples=100)
 @given(_trees("+-*/", _LEAF | _MIXED))
-def test_arithmetic_is_that_of_means_and_written_as_computed(drawn):
+def test_arithmetic_that_of_means_and_written_as_computed(drawn):
     expression, expected = drawn
     found = expression.value(Scope(made_up(**_ROWS)))
     assert found == pytest.approx(expected, rel=1e-9)
@@ -103,7 +103,7 @@ def test_arithmetic_is_that_of_means_and_written_as_computed(drawn):
 
 @settings(max_examples=100)
 @given(_trees("&|~", _COMPARED))
-def test_logic_is_that_of_python_and_written_as_computed(drawn):
+def test_logic_that_of_python_and_written_as_computed(drawn):
     expression, expected = drawn
     assert verdict(Claim("", expression), **_ROWS) == ("holds" if expected else "does not hold")
     assert in_python(Claim("", expression).criterion) == expected
@@ -218,7 +218,7 @@ def test_first_criteria_and_late_claims_are_told():
     assert verdict(not_measured("It is fast.", "no clock"), a={"x": 1.0}) == "not measured"
 
 
-def test_seeds_that_failed_count_for_no_variant_of_a_case():
+def test_failed_seeds_count_for_no_variant():
     # The second seed of b failed, so that of a is left out: 1 < 2, though the means are 5 and 2.
     assert verdict(Claim("", X["a"] < X["b"]), a=seeds(1.0, 9.0), b=seeds(2.0, None)) == "holds"
     assert verdict(Claim("", (X["a"] < X["b"]).in_every_seed()), a=seeds(1.0, 9.0), b=seeds(2.0, None)) == "holds"

@@ -221,7 +221,7 @@ def test_changed_fields_is_the_inverse_of_replace(base, config):
 
 
 @given(st.sampled_from(sorted(PATHS)), st.text(max_size=12) | st.sampled_from(["nan", "inf", "-1", "1e999", "none"]))
-def test_any_text_is_read_or_refused_in_three_lines(path, text):
+def test_any_text_read_or_refused_in_three_lines(path, text):
     try:
         config = replace(Config(), {path: text})
     except UserError as error:
@@ -254,7 +254,7 @@ def test_foreign_or_corrupt_json_is_refused():
         refusal(from_json, Config, text)
 
 
-def test_rotation_has_the_seed_of_its_run_or_its_own():
+def test_rotation_has_seed_of_run_or_its_own():
     config = replace(Config(), {"train.seed": 7})
     assert config.optim.rotation.seed is None
     assert config.seeded_optim == replace(config.optim, {"rotation.seed": 7})

@@ -103,7 +103,7 @@ def batch_of(name, step=0, seed=0, stream=TRAINING):
     return np.asarray(small(**CASES[name]).batch(step, B2, T2, seed, stream))
 
 
-def test_batches_are_a_function_of_seed_stream_and_step():
+def test_batches_are_function_of_seed_stream_and_step():
     task, tokens = small(), batch_of("backcopy")
     assert tokens.shape == (B2, T2 + 1)
     assert tokens.dtype == np.int32
@@ -178,7 +178,7 @@ def test_frequencies_are_those_of_the_oracle(name):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
-def test_a_batch_has_the_same_bits_on_any_mesh(sizes):
+def test_a_batch_has_same_bits_on_any_mesh(sizes):
     """And where it is split over rows, although the program that draws it is then another one."""
     mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     rows = NamedSharding(mesh, P(("data", "fsdp")))

@@ -116,7 +116,7 @@ def test_every_passage_is_written_two_or_three_times():
     assert abs(np.mean(times == 3) - 0.3) < 3 * np.sqrt(0.3 * 0.7 / len(times))
 
 
-def test_a_larger_share_repeats_what_a_smaller_one_does():
+def test_larger_share_repeats_what_a_smaller_one_does():
     third, two_thirds = ({p for p, many in passages(repeat_passages(NUMBERED, s)) if many > 1} for s in (1 / 3, 2 / 3))
     assert third < two_thirds
     assert 0.23 < sum(map(len, third)) / len(NUMBERED) < 0.43
@@ -206,7 +206,7 @@ def test_complete_files_are_kept(text, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
-def test_killed_it_leaves_no_half_file_and_starts_over(tmp_path, seconds):
+def test_killed_it_starts_over_without_half_files(tmp_path, seconds):
     (tmp_path / "a.jsonl").write_text(lines(text * 2_000 for text in TEXTS * 5))
     prepared(tmp_path / "whole", tmp_path / "a.jsonl", splits=SPLITS)
     flags = ["--input=a.jsonl", "--output=killed", "--tokenizer=bytes"]

@@ -93,7 +93,7 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
     }
 
 
-def test_the_guide_shards_the_state_over_the_data_axis():
+def test_guide_shards_the_state_over_the_data_axis():
     code = the_block("zero1", "optimizer.md")
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params = {"kernel": jnp.ones((8, 16))}

@@ -177,7 +177,7 @@ def test_only_the_stationary_set_is_stationary():
 # Norms.
 
 
-def test_sgd_follows_the_closed_form_and_adam_the_paper():
+def test_sgd_follows_closed_form_and_adam_the_paper():
     gradient = norm_toys.residual_norm_gradient(np.ones(1))
     with jax.enable_x64(True):
         start = jnp.full((1,), 10.0)
@@ -189,7 +189,7 @@ def test_sgd_follows_the_closed_form_and_adam_the_paper():
     np.testing.assert_allclose(adam[[999, 2499, 4999, 7499, 9999]], [27.9, 33.6, 41.7, 51.2, 64.0], atol=0.06)
 
 
-def test_gradient_flow_of_the_layer_norm_toy_keeps_its_invariant():
+def test_gradient_flow_of_layer_norm_toy_keeps_invariant():
     m, y = norm_toys.layer_norm_flow([1.0, 1e3, 1e8], (0.5, 2.0), 0.3).T
     norm = np.sqrt(m**2 + 2 * 0.3 * m + 1)
     np.testing.assert_allclose(norm, norm_toys.norm_along_flow(y, (0.5, 2.0), 0.3), rtol=1e-8)

@@ -48,7 +48,7 @@ def test_gpt2_sizes_are_the_closed_form(size, layers, d, length):
     assert flops_per_token(model, length) == both
 
 
-def test_causality_halves_the_products_of_attention_whatever_the_widths_of_heads():
+def test_causality_halves_products_of_attention():
     model, length = llama2("tiny", **SMALL, d_head=24), 32
     attention = 6 * 2 * length * 4 * (24 + 24)  # layers, heads
     assert model_flops_per_token(model, length) == flops_per_token(model, length) - attention // 2

@@ -43,7 +43,7 @@ def kurtosis_by_quadrature(alpha, q):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 4.0, 70.0])
-def test_kurtosis_of_a_rotated_spike_is_that_of_moments(alpha):
+def test_kurtosis_of_rotated_spike_is_that_of_moments(alpha):
     directions = np.random.default_rng(0).standard_normal((3, 24))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     expected = [kurtosis_by_quadrature(alpha, q) for q in directions]
@@ -248,7 +248,7 @@ def test_jumps_and_rises_are_counted_after_warm_up():
 # Figure 2: the first keys.
 
 
-def test_mass_and_fraction_by_key_are_those_of_loops():
+def test_mass_and_fraction_by_key_those_of_loops():
     weights = np.random.default_rng(0).dirichlet(np.ones(7), size=(3, 2, 6))
     weights[0, 0, 4] = [0.5, 0.5, 0, 0, 0, 0, 0]  # a tie
     weights[0, 0, 5] = 0  # nothing, as ReLU may have
@@ -275,7 +275,7 @@ def test_the_test_of_uniformity_counts_every_sequence(draws, categories):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_first_keys_are_those_of_all_sequences_heads_and_layers():
+def test_first_keys_cover_sequences_heads_and_layers():
     changes = {"model.num_layers": 2, "model.max_length": 16, "model.relaxed_causal_tokens": 10}
     config = replace(TINY, changes | {"model.normalizer": "softmax", "data.sequence_length": 16})
     rows = np.random.default_rng(1).integers(0, 32, (5, 17), dtype=np.int32)
@@ -297,7 +297,7 @@ def test_first_keys_are_those_of_all_sequences_heads_and_layers():
 # Figures 4 and 5: output weights and their moments.
 
 
-def test_outlier_scores_find_what_was_planted_at_any_scale():
+def test_outlier_scores_find_plants_at_any_scale():
     values = np.exp(0.1 * np.random.default_rng(3).normal(size=1000))
     values[[7, 8]] = 3.0, 0.3
     scores, logs = channels.outlier_scores(values), np.log(values)
@@ -352,7 +352,7 @@ def test_a_run_without_such_a_basis_is_refused(change):
 
 
 @pytest.mark.slow
-def test_moments_of_a_run_are_compared_in_their_own_basis(tmp_path):
+def test_moments_of_run_are_compared_in_own_basis(tmp_path):
     config = replace(
         cured(TINY), {"train.steps": 3, "train.checkpoint_every_steps": 3, "optim.rotation.axes": "output"}
     )
@@ -377,7 +377,7 @@ def test_the_singular_basis_is_that_of_numpy(T, D):
     np.testing.assert_allclose(np.abs(measures.in_singular_basis(x)), wanted, atol=1e-6)  # signs are arbitrary
 
 
-def test_a_spike_planted_in_one_basis_shows_there_alone():
+def test_spike_shows_in_its_own_basis_alone():
     D, T = 128, 16
     Q = channels.output_bases(run(**{"model.d_model": D}), "mlp_output")
     noise = np.random.default_rng(7).normal(size=(2, 2, T, D)).astype(np.float32)

@@ -58,7 +58,7 @@ def test_cudnn_is_the_definition(case):
     check_definition(attend, arrays, normalizer, rtol=2e-2, atol=2e-2, slope_tolerance=1e-2, **options)
 
 
-def test_the_device_picks_cudnn_and_falls_back_for_float32():
+def test_device_picks_cudnn_but_not_for_float32():
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv(256, 256, width=64))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

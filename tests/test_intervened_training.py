@@ -33,7 +33,7 @@ def test_training_without_interventions_is_that_of_the_config():
     assert found["value_norm_first"] == pytest.approx(np.mean(norms), rel=1e-5)
 
 
-def test_a_value_is_held_and_a_hidden_key_is_not_seen():
+def test_value_held_and_hidden_key_is_not_seen():
     with jax.enable_x64(True):
         of = row("held", Setting(CONFIG, value="others", hidden=True), 0, (0, 2)).metrics
     assert of["value_norm_first"] == pytest.approx(of["value_norm_rest"], rel=1e-5)

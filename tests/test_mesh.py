@@ -192,7 +192,7 @@ def test_undivisible_axes_stay_whole_or_take_another():
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "orthoadam"])
-def test_moments_are_split_over_data_too_and_bases_nowhere(optimizer):
+def test_moments_split_over_data_too_and_bases_nowhere(optimizer):
     config = on(LLAMA, 2, 2, 2, **{"optim.optimizer": optimizer, "optim.rotation.kind": "haar"})
     state = init_state(config)
     inner = state.opt_state[optimizer]
@@ -213,7 +213,7 @@ def test_moments_are_split_over_data_too_and_bases_nowhere(optimizer):
 
 
 @pytest.mark.slow
-def test_the_initial_state_does_not_depend_on_the_mesh():
+def test_initial_state_does_not_depend_on_the_mesh():
     assert bits(init_state(on(CONFIG, 2, 2, 2))) == bits(init_state(CONFIG))
 
 
@@ -239,7 +239,7 @@ def test_losses_are_those_of_one_device(family, optimizer, mesh):
 SMALL = replace(CONFIG, {"model.num_layers": 1, "model.scan_layers": False})
 
 
-def test_losses_and_parameters_on_all_three_axes_in_short():
+def test_losses_and_parameters_on_three_axes_briefly():
     want, _, final = on_one_device(SMALL, 4)
     got, _, state = run(on(SMALL, 2, 2, 2), 4, start=jax.device_get(init_state(SMALL)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
@@ -422,7 +422,7 @@ def test_batches_come_in_order_two_ahead(mesh):
 # The whole way.
 
 
-def test_a_run_on_a_mesh_begins_with_given_parameters(tmp_path):
+def test_run_on_a_mesh_begins_with_given_parameters(tmp_path):
     config = replace(SMALL, {"train.steps": 3})
     source = train(config, INPUTS, tmp_path / "source")
     given = {"train.init_from": str(tmp_path / "source"), "optim.learning_rate": 1e-9}

@@ -126,7 +126,7 @@ def test_all_processes_agree_on_a_damaged_checkpoint(alone, of_two, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_notice_to_one_process_stops_all_at_the_same_step(alone, tmp_path, signum):
+def test_notice_to_one_process_stops_all_alike(alone, tmp_path, signum):
     workdir, flags = tmp_path / "run", FLAGS | MESH | {"train.steps": 3000, "train.eval_every_steps": 0}
     started = start_together(workdir, [alone / "cache"] * 2, [flags] * 2, 4)
     while len(losses(workdir)) < 5:

@@ -59,7 +59,7 @@ def test_what_overflows_float16_predicts_nothing():
 
 
 @pytest.mark.parametrize("d_model", [96, 2048])
-def test_no_outlier_makes_int8_worse_than_the_width_allows(d_model):
+def test_no_outlier_makes_int8_worse_than_width_allows(d_model):
     """After a norm with one scale int8 changes x by at most sqrt(D) / 254 of its root mean square, if that is 1."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, d_model))
@@ -89,7 +89,7 @@ def streamed(**attention):
 
 
 @pytest.mark.slow
-def test_streams_and_new_texts_are_compared_on_the_same_tokens():
+def test_streams_and_new_texts_compared_on_same_tokens():
     # A model without attention predicts a token from the one before alone, wherever that stands.
     found = streamed(output={"kernel": jnp.zeros((16, 16))})
     ratios = {name: value for name, value in found.items() if "ratio" in name}
@@ -107,7 +107,7 @@ def test_a_stream_is_summarized_by_window():
     assert found["perplexity"] == pytest.approx(np.exp(2.5))
 
 
-def test_kept_checkpoints_are_evaluated_as_they_are_and_rounded(tmp_path, monkeypatch):
+def test_kept_checkpoints_evaluated_as_they_are_and_rounded(tmp_path, monkeypatch):
     for name in [*SETTINGS][2:]:  # each is a program more
         monkeypatch.delitem(SETTINGS, name)
     config = replace(TINY, {"train.checkpoint_every_steps": 2, "train.keep_every_steps": 4, "train.steps": 12})

@@ -79,7 +79,7 @@ def test_notes_show_flags_numbers_of_tables_and_hours(name):
         assert re.search(rf"{re.escape(flags)}\n.* \| {hours:.3g} h$", NOTES[name], re.MULTILINE)
 
 
-def test_rows_of_the_ablation_are_what_their_names_say():
+def test_rows_of_ablation_are_what_their_names_say():
     runs = models.ablation("paper")
     assert list(runs) == list(paper.TABLE_5)
     for name, run in runs.items():

@@ -163,7 +163,7 @@ def test_claims_of_every_seed_are_of_every_seed(claim, metric, others, of_method
     assert found.verdict == verdict
 
 
-def test_given_models_are_cases_of_table_1_by_how_they_were_trained():
+def test_given_models_are_cases_of_table_1():
     vanilla = {"model.normalizer": "softmax", "optim.optimizer": "adam"}
     numbers = {"public": row_metrics(perplexity_int4_zeropoint=60.0), "mine": row_metrics(), "kept": row_metrics()}
     given = [("public", vanilla), ("mine", {}), ("kept", vanilla)]  # the default config is cured
@@ -204,7 +204,7 @@ def measure(home, workdir, *names):
 
 
 @pytest.mark.slow
-def test_both_models_are_measured_on_the_rows_of_the_base(pair, tmp_path):
+def test_both_models_are_measured_on_rows_of_base(pair, tmp_path):
     results = measure(pair, tmp_path, "base", "tuned")
     base, tuned = load(pair / "base"), load(pair / "tuned")
     inputs = open_inputs(base.config, pair / "data")
@@ -221,7 +221,7 @@ def test_both_models_are_measured_on_the_rows_of_the_base(pair, tmp_path):
         measure(pair, tmp_path / "other", "base", "other")
 
 
-def test_pairs_are_testable_if_measured_on_the_same_text(tmp_path):
+def test_pairs_are_testable_if_measured_on_same_text(tmp_path):
     def numbers(fraction, kurtosis):
         return row_metrics(first_attention_fraction=fraction, kurtosis_first=kurtosis, kurtosis_pooled=10.0)
 

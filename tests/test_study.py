@@ -129,7 +129,7 @@ def test_every_variant_and_seed_has_a_row(results, study, home):
     assert len(set(results["vanilla"].values("perplexity"))) == 2
 
 
-def test_numbers_of_a_variant_are_means_arrays_and_logs_of_its_runs(results):
+def test_variant_has_means_arrays_and_logs_of_runs(results):
     vanilla = results["vanilla"]
     assert vanilla["perplexity"] == pytest.approx(np.mean([vanilla.only([s])["perplexity"] for s in SEEDS]))
     assert vanilla.layers("kurtosis_first").shape == (2, 1)
@@ -180,7 +180,7 @@ def test_an_interrupted_call_goes_on_where_it_was(home, tmp_path):
     assert steps_logged(log.parent) == [*range(1, 601)]
 
 
-def test_a_diverging_run_fails_and_the_others_go_on(study, home, tmp_path):
+def test_a_diverging_run_fails_and_others_go_on(study, home, tmp_path):
     wild = {"optim.learning_rate": 1e30, "optim.eps": 1e-30, "optim.clip_norm": None}
     broken = replace(study.runs_at("tiny")["vanilla"], wild)
     runs = {"third": broken, "cured": study.runs_at("tiny")["cured"]}
@@ -263,7 +263,7 @@ def test_processes_find_what_one_process_finds(results, study, home, tmp_path, m
     assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
-def test_a_process_that_ends_badly_is_a_failed_run(study, home, tmp_path):
+def test_process_that_ends_badly_is_a_failed_run(study, home, tmp_path):
     command = [sys.executable, "-c", "import sys; sys.exit(3 * ('--only=cured' in sys.argv))"]
     found = run(study, tmp_path, home, jobs=2, command=command)
     vanilla, lost = found.raw["rows"]
@@ -271,7 +271,7 @@ def test_a_process_that_ends_badly_is_a_failed_run(study, home, tmp_path):
     assert "failed" not in vanilla
 
 
-def test_what_cannot_run_is_refused_before_anything_is_written(study, home, tmp_path):
+def test_what_cannot_run_refused_before_anything_is_written(study, home, tmp_path):
     given = {"vanilla": Given(Config(), tmp_path)}
     takes = dataclasses.replace(study, models=lambda given: given)
     with pytest.raises(UserError, match="no scale 'tinny'"):
@@ -331,7 +331,7 @@ def test_reports_contain_everything(results, tmp_path, capsys):
     assert not re.search(r'(?:src|href)="(?!data:)', page)
 
 
-def test_a_report_without_the_runs_leaves_their_pictures_out(results, study):
+def test_a_report_without_runs_leaves_their_pictures_out(results, study):
     committed = results_of(study, results.raw)
     report = make_report(committed)
     assert [picture.name for picture in report.pictures] == ["kurtosis_first_by_layer", "bars", "points"]
@@ -347,7 +347,7 @@ def made_up(study, metrics, scale="tiny", seeds=(0,)):
     return results_of(study, raw)
 
 
-def test_a_metric_that_a_seed_lacks_breaks_no_picture(study):
+def test_metric_that_a_seed_lacks_breaks_no_picture(study):
     def metrics(seed):
         return {"x": 1.0, "x/step_1": 2.0, "x/step_2": 3.0} | ({"y": 2.0, "x/step_3": 4.0} if seed else {})
 
@@ -377,7 +377,7 @@ def test_names_of_studies_are_unique():
 
 
 @pytest.mark.parametrize("study", catalog.ALL, ids=lambda study: study.name)
-def test_every_study_has_what_its_claims_and_tables_name(study):
+def test_every_study_has_what_claims_and_tables_name(study):
     assert bool(study.runs) + bool(study.rows) + bool(study.models) >= 1
     for scale in [scale for scale in study.scales if study.runs_at(scale)]:
         results = made_up(study, dict.fromkeys(("perplexity", *(risk.name for risk in RISKS)), 1.0), scale)

@@ -72,7 +72,7 @@ def test_random_weights_have_the_fraction_of_chance():
     assert row.value == pytest.approx(row.chance, abs=4 * 0.5 / np.sqrt(200 * N * T))
 
 
-def test_rows_of_other_normalizers_have_no_mass_of_chance():
+def test_other_normalizers_have_no_chance_mass():
     rows = {row.name: row for row in analysis.summarize(weights=2.0 * SOFTMAX).rows}
     assert np.isnan(rows["first_attention_mass"].chance)
     assert "nan" not in str(analysis.summarize(weights=2.0 * SOFTMAX))

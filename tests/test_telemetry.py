@@ -57,7 +57,7 @@ def run(tmp_path_factory):
     return folder, lines, state
 
 
-def test_a_line_has_norms_and_rate_of_its_step(run):
+def test_a_line_has_norms_and_rate_of_step(run):
     params = states()
     lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "loss_nats" in line]
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8]
@@ -73,7 +73,7 @@ def test_a_line_has_norms_and_rate_of_its_step(run):
     assert max(line["update_norm"] for line in lines) > 0.1
 
 
-def test_the_time_of_validation_is_not_in_the_speed(tmp_path):
+def test_time_of_validation_is_not_in_the_speed(tmp_path):
     metrics = StepMetrics(*(np.ones(()) for _ in StepMetrics._fields))
     lines = []
     with MetricLog(CONFIG, tmp_path / "metrics.jsonl", 0, on_line=lines.append) as log:

@@ -170,7 +170,7 @@ def test_targets_that_a_relaxed_mask_shows_are_uncounted(k):
 
 
 @pytest.mark.parametrize(("t", "fraction"), [(0, 0.0), (1, 0.25), (4, 1.0), (8, 0.1 + 0.9 * 0.5), (12, 0.1), (50, 0.1)])
-def test_the_learning_rate_warms_up_and_falls_as_a_cosine(t, fraction):
+def test_learning_rate_warms_up_then_falls(t, fraction):
     schedule = learning_rate_schedule(
         OptimConfig(learning_rate=2e-3, warmup_steps=4, final_learning_rate_fraction=0.1), steps=12
     )
@@ -357,7 +357,7 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
 
 
 @pytest.mark.parametrize("axes", ["output", "residual"])
-def test_every_parameter_and_every_layer_has_its_own_basis(axes):
+def test_every_parameter_and_every_layer_has_own_basis(axes):
     model = dataclasses.replace(CONFIG.model, num_layers=3)
     rule = make_rotation(RotationConfig(axes=axes, seed=0))
     rotation = rotate(rule)
@@ -403,7 +403,7 @@ HIDDEN_STATE_KEYS = {
 
 
 @pytest.mark.slow
-def test_a_fixed_rotation_under_adam_is_orthoadam_on_writers():
+def test_a_fixed_rotation_under_adam_orthoadam_on_writers():
     plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
     plain = replace(plain, {"optim.rotation.seed": 0})
     turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
@@ -467,7 +467,7 @@ def test_fused_attention_of_another_platform_is_refused():
         opening(config)
 
 
-def test_perplexity_is_exp_of_the_mean_loss_over_all_targets(evaluated):
+def test_perplexity_exp_of_mean_loss_over_all_targets(evaluated):
     params, metrics = evaluated
     held_out = inputs().evaluation
     losses = [numpy_losses(forward(TWO_LAYERS.model)(params, row[None, :-1]), row[None, 1:]) for row in held_out]
@@ -477,7 +477,7 @@ def test_perplexity_is_exp_of_the_mean_loss_over_all_targets(evaluated):
     assert metrics["bits_per_byte"] == pytest.approx(loss * 0.75, rel=1e-6)
 
 
-def test_a_text_model_has_every_metric_and_each_by_layer(evaluated):
+def test_text_model_has_every_metric_by_layer(evaluated):
     _, metrics = evaluated
     assert all(math.isfinite(value) for value in metrics.values())
     attention = {"first_attention_fraction", "first_attention_mass", "value_norm_first", "value_norm_rest"}
@@ -488,7 +488,7 @@ def test_a_text_model_has_every_metric_and_each_by_layer(evaluated):
     assert len(perplexities) == len(set(perplexities)) == 1 + len(quant.SETTINGS)
 
 
-def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
+def test_evaluation_does_not_depend_on_the_batch_size(evaluated):
     params, metrics = evaluated
     # The scales of quantisation are taken over a batch.
     smaller = evaluate(loaded(replace(TWO_LAYERS, {"eval.batch_size": 2}), params), inputs(), settings={})
@@ -498,7 +498,7 @@ def test_the_evaluation_does_not_depend_on_the_batch_size(evaluated):
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_quantised_head_is_its_definition_tied_or_not(tied):
+def test_a_quantised_head_is_definition_tied_or_not(tied):
     config = replace(CONFIG, {"model.tie_embeddings": tied})
     params = drawn_params(config.model, 0.3)
     setting = quant.QuantizationSetting(4, "absmax", "output_channel", inputs="token")
@@ -544,7 +544,7 @@ def test_a_task_is_drawn_by_the_step_itself(tmp_path):
 
 
 @pytest.mark.parametrize("poisoned", [2, 0])
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, poisoned):
+def test_a_loss_that_is_not_finite_ends_run(tmp_path, poisoned):
     config = replace(CONFIG, {"train.checkpoint_every_steps": 2})
     with pytest.raises(DivergedError, match=f"loss .* at step {poisoned + 1}"):
         train(config, inputs((poisoned,)), tmp_path)
@@ -595,7 +595,7 @@ def test_a_diverging_run_keeps_its_last_good_checkpoint(tmp_path, changes, what,
         assert_trees_close(read_params(folder), initial(config).params, rtol=0)
 
 
-def test_a_second_run_is_kept_off_the_folder_of_the_first(tmp_path):
+def test_a_second_run_kept_off_folder_of_first(tmp_path):
     """It would take the checkpoint that is being written for one that was left unfinished."""
     refused = []
 
