@@ -84,6 +84,8 @@ class Report(NamedTuple):
         """The count of claims by verdict, as '2 of 9 claims hold, 5 do not, 2 not testable'."""
         counts = Counter(of.verdict for of in self.verdicts)
         words = {"does not hold": "do not", "not testable": "not testable", "not measured": "not measured"}
+        if counts["does not hold"] == 1:
+            words["does not hold"] = "does not"
         others = [f"{counts[verdict]} {text}" for verdict, text in words.items() if counts[verdict]]
         return ", ".join([f"{counts['holds']} of {len(self.verdicts)} claims hold", *others])
 
