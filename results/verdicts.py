@@ -70,13 +70,10 @@ def claims() -> str:
 
 
 def _line(judged: Judged) -> str:
-    numbers = [f"{case.name}: {case.numbers[0]}".removeprefix(": ") for case in judged.cases if case.numbers][:1]
-    more = f" {len(judged.cases)} cases, the first is" if len(judged.cases) > 1 else ""
-    shown = f"{more} {numbers[0]}." if numbers else ""
+    numbers = judged.cases[0].numbers[:1] if len(judged.cases) == 1 else []
+    shown = "".join(f" {escape_markdown(number)}." for number in numbers)
     revised = " *Criterion revised after the data.*" if judged.first else ""
-    return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{escape_markdown(shown) and ' '}" + (
-        escape_markdown(shown).strip() + revised
-    )
+    return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{shown}{revised}"
 
 
 def write() -> None:
