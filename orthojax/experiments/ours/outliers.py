@@ -114,7 +114,7 @@ ROTATION_ABLATION = Study(
 # The axes of `RotationConfig.axes`; `writers` are those that multiply what is written to the residual stream
 # (Appendix F of From Attention to Activation).
 _AXES = ("output", "writers", "residual", "both")
-_MATRICES = [f"matrices_{seed}" for seed in (100, 101, 102, 103, 104)]
+_MATRICES = {f"matrices_{seed}": seed for seed in (100, 101, 102, 103, 104)}
 
 
 def _haar(scale: str) -> dict[str, Config]:
@@ -126,7 +126,7 @@ def _haar(scale: str) -> dict[str, Config]:
         "adam": replace(vanilla, {"model.normalizer": "softmax1"}),
         "hadamard": base,
         **{f"haar_{axes}": config for axes, config in haar.items()},
-        **{name: replace(haar["output"], {"optim.rotation.seed": int(name[9:])}) for name in _MATRICES},
+        **{name: replace(haar["output"], {"optim.rotation.seed": seed}) for name, seed in _MATRICES.items()},
     }
 
 
