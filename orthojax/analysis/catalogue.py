@@ -3,8 +3,8 @@
 Names with a suffix or prefix are resolved to the entry that they vary: `kurtosis_first/layer_3`,
 `post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`.
 
-An entry describes a metric in one sentence; the function of the same name in `orthojax.analysis` defines it in full, with
-its equation and source.
+An entry describes a metric in one sentence; the function of the same name in `orthojax.analysis` defines it in full,
+with its equation and source.
 """
 
 import dataclasses
