@@ -11,6 +11,9 @@ from orthojax.optim import RotatedAxes, Rotation, orthoadam, rotate, scale_by_or
 slow = pytest.mark.slow
 
 
+OUTPUT = Rotation(axes="output", embeddings="")
+
+
 def random_tree(seed, dtype, **shapes):
     rng = np.random.default_rng(seed)
     return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
@@ -82,7 +85,7 @@ def numpy_orthoadam(w, gradients, q, *, lr, b1, b2, eps):
     ],
 )
 def test_algorithm_1_in_numpy(kind, shape, dtype, tolerance, x64):
-    rotation, n = Rotation(kind), shape[-1]
+    rotation, n = Rotation(kind, axes="output"), shape[-1]
     eyes = {"w": jnp.asarray(np.broadcast_to(np.eye(n), (*shape[:-2], n, n)))}  # rotating it shows Q
     q = np.swapaxes(rotate(rotation).update(eyes, rotate(rotation).init(eyes))[0]["w"], -1, -2)
     w, *gradients = np.random.default_rng(0).standard_normal((61, *shape))
@@ -112,7 +115,7 @@ def test_controls_are_adam_and_true_rotations_are_not():
     permutation = rotate(Rotation("signed_permutation", axes="both"))
     assert distance(permutation.update(tree(), permutation.init(tree()))[0], tree()) > 0.1  # it does permute
     for kind in ("haar", "hadamard"):
-        assert distance(run(orthoadam(1e-2, rotation=Rotation(kind)), tree)[0], adam) > 1e-3
+        assert distance(run(orthoadam(1e-2, rotation=Rotation(kind, axes="output")), tree)[0], adam) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["hadamard", *(pytest.param(k, marks=slow) for k in ("haar", "signed_permutation"))])
@@ -135,7 +138,7 @@ def test_weight_decay_is_that_of_adamw():
     mask = {name: name in ("kernel", "layers/kernel") for name in params}
     ours = run(orthoadam(1e-2, weight_decay=0.3, mask=mask, rotation=Rotation("identity")), tree, 5)[0]
     assert_close(ours, run(optax.adamw(1e-2, weight_decay=0.3, mask=mask), tree, 5)[0])
-    decayed, plain = orthoadam(1e-2, weight_decay=0.3), orthoadam(1e-2)
+    decayed, plain = orthoadam(1e-2, weight_decay=0.3, rotation=OUTPUT), orthoadam(1e-2, rotation=OUTPUT)
     difference = optax.tree.sub(
         decayed.update(grads, decayed.init(params), params)[0], plain.update(grads, plain.init(params))[0]
     )
@@ -156,7 +159,7 @@ def test_the_schedule_warms_up_and_is_a_cosine():
 
 def test_gradients_of_other_shapes_are_refused():
     params = {"layers/kernel": jnp.ones((2, 4, 8)), "other": jnp.ones((4, 8))}
-    optimizer = orthoadam(0.1)
+    optimizer = orthoadam(0.1, rotation=OUTPUT)
     with pytest.raises(ValueError, match=r"layers/kernel.*\(3, 2, 4, 8\)"):
         optimizer.update(
             {"layers/kernel": jnp.ones((3, 2, 4, 8)), "other": jnp.ones((4, 1))}, optimizer.init(params), params
@@ -166,7 +169,7 @@ def test_gradients_of_other_shapes_are_refused():
 @pytest.mark.parametrize("n", [576, 768, 1024, 3072])
 def test_any_length_takes_as_few_temporaries(n):
     gradient = {"kernel": jax.ShapeDtypeStruct((1024, n), jnp.float32)}
-    optimizer = scale_by_orthoadam()
+    optimizer = scale_by_orthoadam(rotation=OUTPUT)
     state = jax.eval_shape(optimizer.init, gradient)
     step = jax.jit(optimizer.update, donate_argnums=(0, 1))
     memory = step.lower(gradient, state).compile().memory_analysis()
