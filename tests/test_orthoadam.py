@@ -133,6 +133,27 @@ def test_scanned_and_unrolled_layers_have_equal_trajectories(kind):
         np.testing.assert_allclose(by_index["layers"][l]["query"]["kernel"], want, atol=1e-5)
 
 
+@pytest.mark.parametrize("mu_dtype", [None, jnp.float32])
+def test_second_moments_of_bfloat16_parameters_may_be_float32(mu_dtype):
+    """b2 = 0.999 moves a bfloat16 number, of 8 bits, hardly; against float64 NumPy."""
+    rng, b1, b2 = np.random.default_rng(0), 0.9, 0.999
+    params = {"kernel": jnp.zeros((4, 8), jnp.bfloat16)}
+    transform = scale_by_orthoadam(b1, b2, mu_dtype=mu_dtype, nu_dtype=jnp.float32, rotation=Rotation("identity"))
+    state, nu = transform.init(params), np.zeros((4, 8))
+    update, structure = jax.jit(transform.update), jax.tree.map(jnp.shape, transform.init(params))
+    for _ in range(50):
+        grads = {"kernel": jnp.asarray(rng.standard_normal((4, 8)), jnp.bfloat16)}
+        nu = b2 * nu + (1 - b2) * np.asarray(grads["kernel"], np.float64) ** 2
+        updates, state = update(grads, state)
+    assert jax.tree.map(jnp.shape, state) == structure
+    assert state.inner.mu["kernel"].dtype == (mu_dtype or jnp.bfloat16)
+    np.testing.assert_allclose(state.inner.nu["kernel"], nu, rtol=1e-5)
+    corrected = np.asarray(state.inner.mu["kernel"], np.float64) / (1 - b1**50)
+    want = corrected / (np.sqrt(nu / (1 - b2**50)) + 1e-8)
+    np.testing.assert_allclose(updates["kernel"], want, rtol=2e-2, atol=1e-2)  # the step is taken before mu is rounded
+    assert jnp.isfinite(optax.apply_updates(params, updates)["kernel"]).all()
+
+
 def test_weight_decay_is_that_of_adamw():
     params, grads = tree(), tree(1)
     mask = {name: name in ("kernel", "layers/kernel") for name in params}

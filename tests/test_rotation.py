@@ -1,5 +1,6 @@
 """Bases and the axes that they rotate: rules, uniqueness, state, refusals and layout."""
 
+import collections
 import math
 import zlib
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -497,6 +499,42 @@ def test_boxes_and_collections_do_not_change_the_basis(kind):
         np.testing.assert_array_equal(jax.tree.leaves(got)[0], want["mlp"]["kernel"])
     # A parameter that is called "value" is no box.
     assert list(describe(Rotation(kind, axes="output"), {"attention": {"value": w}})) == ["attention/value"]
+
+
+def test_attributes_called_value_are_no_boxes():
+    """A module with the attributes query, key and value, as an equinox one, against a box, whose only one is value."""
+    fields = collections.namedtuple("Projections", "query key value")
+    tree = {"embedding": jnp.ones((16, 8)), "attention": fields(*jnp.ones((3, 8, 8)))}
+    assert set(describe(Rotation(), tree)) == {"embedding", *(f"attention/{name}" for name in fields._fields)}
+    assert describe(Rotation(), tree)["attention/value"] == "axes (0,): hadamard 8"
+    alone = collections.namedtuple("Box", "value")(jnp.ones((8, 8)))
+    assert "q_proj" in describe(Rotation(), tree | {"q_proj": alone})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_on_shapes_is_that_of_adamw(kind):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PLANNED)
+    optimizer = orthoadam(0.1, rotation=Rotation(kind))
+    found: Any = optimizer.init(shapes)
+    jax.tree.map(np.testing.assert_array_equal, found[0].inner, optax.adamw(0.1).init(shapes)[0])
+    jax.tree.map(np.testing.assert_array_equal, found, optimizer.init(PLANNED))
+
+
+def test_files_of_another_plan_are_refused(tmp_path):
+    serialization, eqx = pytest.importorskip("flax.serialization"), pytest.importorskip("equinox")
+    mine, theirs = (orthoadam(0.1, rotation=Rotation(seed=seed)) for seed in (0, 1))
+    state, other = mine.init(PLANNED), theirs.init(PLANNED)
+    assert serialization.from_bytes(state, serialization.to_bytes(state))
+    with pytest.raises(ValueError, match="hadamard_axes_8_seed_0"):
+        serialization.from_bytes(state, serialization.to_bytes(other))
+    eqx.tree_serialise_leaves(tmp_path / "leaves", other)
+    with pytest.raises(UserError, match="another plan"):
+        mine.update(PLANNED, eqx.tree_deserialise_leaves(tmp_path / "leaves", state), PLANNED)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", other)
+        checkpointer.wait_until_finished()
+        with pytest.raises(ValueError, match=r"(?s)axes_8_seed_0.*axes_8_seed_1"):
+            checkpointer.restore(tmp_path / "orbax", state)
 
 
 def test_what_is_no_array_is_left_alone():

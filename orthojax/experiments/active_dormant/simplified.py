@@ -170,7 +170,9 @@ def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
     """Returns AdamW of `_COPY_RATE` for the middle one of three layers, the named one for all others."""
     outer = {
         "adam": adamw(_OUTER_RATE),
-        "orthoadam": orthoadam(_OUTER_RATE, _B1, _B2, weight_decay=_WEIGHT_DECAY, rotation=Rotation("haar", seed=seed)),
+        "orthoadam": orthoadam(
+            _OUTER_RATE, _B1, _B2, weight_decay=_WEIGHT_DECAY, rotation=Rotation("haar", "output", seed)
+        ),
         "sgd": optax.chain(optax.add_decayed_weights(_WEIGHT_DECAY), optax.sgd(_SGD_RATE, momentum=0.9)),
     }[name]
     labels = lambda params: {key: "copy" if key == "copy" else "outer" for key in params}  # noqa: E731
