@@ -164,7 +164,7 @@ def _frequencies(config: ModelConfig) -> jax.Array:
     factors = (rope.factor, rope.original_length, rope.low_frequency_factor, rope.high_frequency_factor)
     if rope.scaling == "llama3":
         return llama3_frequencies(plain, *factors)
-    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors)
+    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors, rope.truncate)
 
 
 def _scales(config: ModelConfig) -> tuple[float, float]:
