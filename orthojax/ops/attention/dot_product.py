@@ -207,7 +207,8 @@ def attention_fn(
         is_causal: bool = False,
     ) -> jax.Array:
         del force_fp32_for_softmax  # statistics are float32 in any case
-        needs_weights = module is not None or (dropout_rate > 0.0 and not deterministic)
+        drops = dropout_rate > 0.0 and not deterministic
+        needs_weights = drops or module is not None
         unsupported = {
             "a precision": precision is not None,
             "einsums of the caller's own": bool(qk_attn_weights_einsum or attn_weights_value_einsum),
@@ -229,15 +230,13 @@ def attention_fn(
             return output.reshape(*query.shape[:-1], value.shape[-1])
         inputs = prepare_inputs(*arrays, bias, mask, **options)
         weights = xla.all_weights(inputs)
-        weights = weights.reshape(*batch, *weights.shape[1:])
-        if module is not None:
-            module.sow("intermediates", "attention_weights", weights)
-        if not deterministic and dropout_rate > 0.0:
-            shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
+        if module is not None:  # both of flax's libraries know the collection by this name
+            module.sow("intermediates", "attention_weights", weights.reshape(*batch, *weights.shape[1:]))
+        if drops:
+            shape = (1, 1, *weights.shape[2:]) if broadcast_dropout else weights.shape
             kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
             weights = jnp.where(kept, weights / (1.0 - dropout_rate), 0.0)
-        output = xla.weighted_values(weights.reshape(-1, *weights.shape[-3:]), inputs.value)
-        return output.reshape(*query.shape[:-1], value.shape[-1])
+        return xla.weighted_values(weights, inputs.value).reshape(*query.shape[:-1], value.shape[-1])
 
     return attend
 

@@ -1,5 +1,6 @@
 """Attention by plain XLA operations: masks, weights, weighted values; all queries at once or one chunk at a time."""
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -149,17 +150,14 @@ def attend(inputs: AttentionInputs) -> jax.Array:
     return _without_padding(weighted_values(all_weights(inputs), inputs.value), inputs.query_seq_lengths)
 
 
-def all_weights(inputs: AttentionInputs) -> jax.Array:
-    """Computes the weights of all queries, [B, N, T, S] in at least float32."""
-    (B, T), S = inputs.query.shape[:2], inputs.key.shape[1]
-    visible = visible_keys(B, T, S, mask=inputs.mask, **_hiding(inputs))
-    names = ("bias", "normalizer", "scale", "logits_soft_cap")
-    return attention_weights(inputs.query, inputs.key, mask=visible, **{name: getattr(inputs, name) for name in names})
-
-
-def _hiding(inputs: AttentionInputs) -> dict[str, Any]:
-    names = ("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
-    return {name: getattr(inputs, name) for name in names}
+def all_weights(inputs: AttentionInputs, query_start: int | jax.Array = 0, key_start: int | jax.Array = 0) -> jax.Array:
+    """Computes the weights of all queries, [B, N, T, S] in at least float32; the starts are as for `visible_keys`."""
+    (B, T), S, given = inputs.query.shape[:2], inputs.key.shape[1], vars(inputs)
+    hiding = ("mask", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
+    starts = {"query_start": query_start, "key_start": key_start}
+    visible = visible_keys(B, T, S, **{name: given[name] for name in hiding}, **starts)
+    options = {name: given[name] for name in ("bias", "normalizer", "scale", "logits_soft_cap")}
+    return attention_weights(inputs.query, inputs.key, mask=visible, **options)
 
 
 def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> jax.Array:
@@ -257,23 +255,21 @@ def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array
     """Computes attention of the chunks of one run, [chunks of the run, B, size, N, H]; `queries` are their parts."""
     # Every chunk adds to the gradients of what all chunks share: summed in float32, as in one product.
     shared = {name: getattr(inputs, name) for name in ("key", "value", *_SHAPED_AS_LOGITS, "normalizer")}
-    floating = {name: isinstance(a, jax.Array) and a.dtype != jnp.bool_ for name, a in shared.items()}
-    shared = {name: at_least_float32(a) if floating[name] else a for name, a in shared.items()}
+    summed = [name for name, a in shared.items() if isinstance(a, jax.Array) and a.dtype != jnp.bool_]
+    shared |= {name: at_least_float32(shared[name]) for name in summed}
+    dtypes = {"key": inputs.key.dtype, "value": inputs.value.dtype}
     if run.left is None:
-        shared |= {name: _keys(shared[name], 0, run.keys, 1) for name in ("key", "value")}
+        shared |= {name: _keys(shared[name], 0, run.keys, 1) for name in dtypes}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing can be merged with the recomputation
     def attend_chunk(chunk: dict[str, jax.Array]) -> jax.Array:
         first = 0 if run.left is None else jnp.clip(chunk["start"] - run.left, 0, inputs.key.shape[1] - run.keys)
-        key = _keys(shared["key"], first, run.keys, 1).astype(inputs.key.dtype)
-        value = _keys(shared["value"], first, run.keys, 1).astype(inputs.value.dtype)
-        arrays = (chunk.get(name, shared[name]) for name in _SHAPED_AS_LOGITS)
-        bias, mask, scale = (_keys(a, first, run.keys, 3) if isinstance(a, jax.Array) else a for a in arrays)
-        hiding = {"mask": mask, "query_start": chunk["start"], "key_start": first, **_hiding(inputs)}
-        B, T = chunk["query"].shape[:2]
-        visible = visible_keys(B, T, run.keys, **hiding)
-        options = {"bias": bias, "normalizer": shared["normalizer"], "scale": scale}
-        options["logits_soft_cap"] = inputs.logits_soft_cap
-        return weighted_values(attention_weights(chunk["query"], key, mask=visible, **options), value)
+        part = {name: _keys(shared[name], first, run.keys, 1).astype(dtypes[name]) for name in dtypes}
+        for name in _SHAPED_AS_LOGITS:
+            array = chunk.get(name, shared[name])
+            part[name] = _keys(array, first, run.keys, 3) if isinstance(array, jax.Array) else array
+        part |= {"query": chunk["query"], "normalizer": shared["normalizer"]}
+        weights = all_weights(dataclasses.replace(inputs, **part), chunk["start"], first)
+        return weighted_values(weights, part["value"])
 
     return lax.map(attend_chunk, queries)
