@@ -170,9 +170,9 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
         if not others:
             return (carry[0] + loss,)
         *by_position, dW = others
-        for i, (whole, part, is_new) in enumerate(zip(carry[1:3], by_position, (new[..., None], new), strict=True)):
-            part = jnp.where(is_new, part, lax.dynamic_slice_in_dim(whole, start, positions, 1))
-            by_position[i] = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+        for k, (whole, is_new) in enumerate(zip(carry[1:3], (new[..., None], new), strict=True)):
+            part = jnp.where(is_new, by_position[k], lax.dynamic_slice_in_dim(whole, start, positions, 1))
+            by_position[k] = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
         return carry[0] + loss, *by_position, carry[3] + dW
 
     carry: tuple[Any, ...] = (jnp.zeros((), weights.dtype),)

@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from orthojax.ops.attention import cudnn_kernel, xla
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, outside_of_traces, private_module
-from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs, unsupported_window
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs, known_window, unsupported_window
 from orthojax.ops.normalizers import sink_logit
 from orthojax.ops.products import varying_alike
 
@@ -61,9 +61,9 @@ def _unsupported_masking(inputs: AttentionInputs) -> str:
         return f"with a bias or a mask the numbers of queries and keys must be even, got {T} and {S}"
     if problem := unsupported_window(inputs.local_window_size):
         return problem
-    if inputs.local_window_size is not None:
-        if inputs.local_window_size[1] and not inputs.is_causal:
-            return f"a window must be (left, 0) or causal, got {inputs.local_window_size} without is_causal"
+    if (window := known_window(inputs.local_window_size)) is not None:
+        if window[1] and not inputs.is_causal:
+            return f"a window must be (left, 0) or causal, got {window} without is_causal"
         if has_bias:
             return "a window cannot be combined with a bias or a mask"
         if T > S and not has_lengths:
@@ -99,16 +99,19 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       `ATTENTION_NAME`.
     """
     preload_builtins()
-    window = inputs.local_window_size
+    window = known_window(inputs.local_window_size)
     settings = Settings(
         scale=float(inputs.scale),
         is_causal=inputs.is_causal or window is not None,  # a window to the left alone is causal
         left_window=None if window is None else window[0],
     )
-    arrays, widest = (inputs.query, inputs.key, inputs.value), max(inputs.query.shape[3], inputs.value.shape[3])
-    arrays = (jnp.pad(a, [(0, 0)] * 3 + [(0, widest - a.shape[3])]) for a in arrays)
-    operands = Operands(*arrays, _bias(inputs), *_lengths(inputs))
-    return _attention(settings, *varying_alike((operands, _sinks(inputs))))[..., : inputs.value.shape[3]]
+    width = max(inputs.query.shape[3], inputs.value.shape[3])
+    query, key, value = (
+        jnp.pad(a, [(0, 0)] * 3 + [(0, width - a.shape[3])]) for a in (inputs.query, inputs.key, inputs.value)
+    )
+    operands = Operands(query, key, value, _bias(inputs), *_lengths(inputs))
+    output: jax.Array = _attention(settings, *varying_alike((operands, _sinks(inputs))))
+    return output[..., : inputs.value.shape[3]]
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:

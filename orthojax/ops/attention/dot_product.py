@@ -195,7 +195,7 @@ def attention_fn(
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         broadcast_dropout: bool = True,
-        dropout_rng: jax.Array | None = None,
+        dropout_rng: Any = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         dtype: Any = None,
@@ -221,22 +221,22 @@ def attention_fn(
         if (causal or is_causal) and T != S and (mask is None or T > 1):
             raise ValueError(f"causal attention of {T} queries to {S} keys; allowed: as many, or one query and a mask")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        arrays = (a.astype(dtype).reshape(math.prod(batch), *a.shape[-3:]) for a in (query, key, value))
+        shape = (*query.shape[:-1], value.shape[-1])
+        query, key, value = (a.astype(dtype).reshape(math.prod(batch), *a.shape[-3:]) for a in (query, key, value))
         bias = None if bias is None else _one_batch_axis(bias, batch)
         mask = None if mask is None else _one_batch_axis(jnp.asarray(mask).astype(bool), batch)
         options: Any = {"normalizer": normalizer, "is_causal": (causal or is_causal) and T == S}
         if not needs_weights:
-            output = dot_product_attention(*arrays, bias, mask, implementation=implementation, **options)
-            return output.reshape(*query.shape[:-1], value.shape[-1])
-        inputs = prepare_inputs(*arrays, bias, mask, **options)
-        weights = xla.all_weights(inputs)
+            options["implementation"] = implementation
+            return dot_product_attention(query, key, value, bias, mask, **options).reshape(shape)
+        weights = xla.all_weights(prepare_inputs(query, key, value, bias, mask, **options))
         if module is not None:  # both of flax's libraries know the collection by this name
             module.sow("intermediates", "attention_weights", weights.reshape(*batch, *weights.shape[1:]))
         if drops:
-            shape = (1, 1, *weights.shape[2:]) if broadcast_dropout else weights.shape
-            kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+            rows = (1, 1, *weights.shape[2:]) if broadcast_dropout else weights.shape
+            kept = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, rows)
             weights = jnp.where(kept, weights / (1.0 - dropout_rate), 0.0)
-        return xla.weighted_values(weights, inputs.value).reshape(*query.shape[:-1], value.shape[-1])
+        return xla.weighted_values(weights, value).reshape(shape)
 
     return attend
 

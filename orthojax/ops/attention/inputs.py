@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from orthojax.ops.normalizers import Normalizer, check_normalizer
 from orthojax.ops.statistics import wide_dtype
@@ -78,7 +79,7 @@ def _checked_scale(scale: Any) -> float | jax.Array:
     raise ValueError(f"scale must be a number or an array of numbers, got {scale!r}")
 
 
-def _at_least_4d(array: jax.Array) -> jax.Array:
+def _at_least_4d(array: ArrayLike) -> jax.Array:
     array = jnp.asarray(array)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
@@ -113,20 +114,28 @@ def window_sides(size: Any) -> Window:
     """Returns (left, right) of a `local_window_size`; ValueError for anything but one integer or two."""
     try:
         sides = tuple(size) if isinstance(size, tuple | list) or jnp.ndim(size) else (size, size)
-        left, right = (_traced(side) if isinstance(side, Tracer) else operator.index(side) for side in sides)
+        left, right = map(_side, sides)
     except (TypeError, ValueError):
         raise ValueError(f"local_window_size must be one integer or two, (left, right); got {size}") from None
-    return tuple(max(min(a, _FAR), -_FAR) if isinstance(a, int) else a for a in (left, right))
+    return left, right
 
 
-def _traced(side: jax.Array) -> jax.Array:
-    if side.ndim or not jnp.issubdtype(side.dtype, jnp.integer):
+def _side(size: Any) -> int | jax.Array:
+    if not isinstance(size, Tracer):
+        return max(min(operator.index(size), _FAR), -_FAR)
+    if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
         raise TypeError
-    return side.astype(jnp.int32)
+    return size.astype(jnp.int32)
+
+
+def known_window(window: Window | None) -> tuple[int, int] | None:
+    """Returns a window of two numbers; None without a window, or if it is traced."""
+    left, right = window or (None, None)
+    return (left, right) if isinstance(left, int) and isinstance(right, int) else None
 
 
 def unsupported_window(window: Window | None) -> str:
     """Returns why a kernel, which is compiled for its window, cannot have this one, or ""."""
-    if window is None or all(isinstance(side, int) and side >= 0 for side in window):
+    if window is None or min(known_window(window) or (-1,)) >= 0:
         return ""
     return f"a window must be numbers >= 0 that are known when tracing, got {window}"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs, unsupported_window
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs, known_window, unsupported_window
 from orthojax.ops.normalizers import sink_logit
 
 try:  # experimental modules of jax: they may move
@@ -52,7 +52,7 @@ def unsupported(inputs: AttentionInputs) -> str:
     if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
         return f"query, key and value are {', '.join(dtypes)}; allowed: one of {', '.join(_DTYPES)} for all three"
     if jnp.size(inputs.scale) > 1:
-        return f"scale must be one number or an array of one, got {inputs.scale.shape}"
+        return f"scale must be one number or an array of one, got {jnp.shape(inputs.scale)}"
     return unsupported_window(inputs.local_window_size)
 
 
@@ -96,7 +96,7 @@ def attend(inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
 
 def _kernel(inputs: AttentionInputs, T: int, S: int, interpret: bool) -> "kernels.SplashAttentionKernel":
     """Makes splash's object for any number of heads: a pytree of small arrays, an entry for each pair of blocks."""
-    left, right = inputs.local_window_size or (None, None)
+    left, right = known_window(inputs.local_window_size) or (None, None)
     mask = masks.LocalMask((T, S), (left, 0 if inputs.is_causal else right), 0)
     if mask.window_size == (None, None):
         mask = masks.FullMask((T, S))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orthojax.ops.attention.inputs import AttentionInputs, Window, window_sides
+from orthojax.ops.attention.inputs import AttentionInputs, Window, known_window, window_sides
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.statistics import at_least_float32, wide_dtype
 
@@ -154,8 +154,8 @@ def all_weights(inputs: AttentionInputs, query_start: int | jax.Array = 0, key_s
     """Computes the weights of all queries, [B, N, T, S] in at least float32; the starts are as for `visible_keys`."""
     (B, T), S, given = inputs.query.shape[:2], inputs.key.shape[1], vars(inputs)
     hiding = ("mask", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
-    starts = {"query_start": query_start, "key_start": key_start}
-    visible = visible_keys(B, T, S, **{name: given[name] for name in hiding}, **starts)
+    starts: Any = {"query_start": query_start, "key_start": key_start}
+    visible = visible_keys(B, T, S, **starts | {name: given[name] for name in hiding})
     options = {name: given[name] for name in ("bias", "normalizer", "scale", "logits_soft_cap")}
     return attention_weights(inputs.query, inputs.key, mask=visible, **options)
 
@@ -218,15 +218,14 @@ class _Run(NamedTuple):
 
 def _runs(inputs: AttentionInputs, size: int, chunks: int) -> list[_Run]:
     T, S = inputs.query.shape[1], inputs.key.shape[1]
-    everything, window = [_Run(0, chunks, S, None)], inputs.local_window_size
-    known_window = window if window is None or all(isinstance(side, int) for side in window) else None
+    everything, window = [_Run(0, chunks, S, None)], known_window(inputs.local_window_size)
     if isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax":
         # It spreads a row that sees nothing over all keys, so no key may be left out if there may be such a row.
-        left, right = (T, 0) if window is None else known_window or (-1, -1)
+        left, right = window or ((T, 0) if inputs.local_window_size is None else (-1, -1))
         if inputs.mask is not None or inputs.key_value_seq_lengths is not None or T - left > S or min(left, right) < 0:
             return everything
-    if known_window is not None:
-        left, right = known_window
+    if window is not None:
+        left, right = window
         keys = max(left + size + (min(right, 0) if inputs.is_causal else right), 1)
         if keys < S:
             return [_Run(0, chunks, keys, left)]
@@ -264,7 +263,7 @@ def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array
     @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing can be merged with the recomputation
     def attend_chunk(chunk: dict[str, jax.Array]) -> jax.Array:
         first = 0 if run.left is None else jnp.clip(chunk["start"] - run.left, 0, inputs.key.shape[1] - run.keys)
-        part = {name: _keys(shared[name], first, run.keys, 1).astype(dtypes[name]) for name in dtypes}
+        part: dict[str, Any] = {name: _keys(shared[name], first, run.keys, 1).astype(dtypes[name]) for name in dtypes}
         for name in _SHAPED_AS_LOGITS:
             array = chunk.get(name, shared[name])
             part[name] = _keys(array, first, run.keys, 3) if isinstance(array, jax.Array) else array
