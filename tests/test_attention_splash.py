@@ -24,8 +24,8 @@ CASES = {
     "softmax-1, odd lengths, padded keys": (130, 260, 1, "softmax1", {"scale": 1.3,
                                                                       "key_value_seq_lengths": np.array([259, 1])}),
     "softmax_n, window, rows without keys": (130, 100, 2, 0.5, {"local_window_size": (9, 3)}),
-    "softmax-1, narrow values, soft cap, window": (130, 130, 2, "softmax1", {
-        "local_window_size": (20, 0), "logits_soft_cap": 1.5, "scale": 2.0, "value": normal(2, 130, 2, 5)}),
+    "softmax-1, wide values, soft cap, window": (130, 130, 2, "softmax1", {
+        "local_window_size": (20, 0), "logits_soft_cap": 1.5, "scale": 2.0, "value": normal(2, 130, 2, 70)}),
     "sinks, one query": (1, 5, 2, SINKS, {}),
     "softmax, plain": (128, 256, 2, "softmax", {}),
     "softmax_n with n = 0, both lengths": (130, 100, 2, 0.0, ENDS),

@@ -12,6 +12,7 @@ JAX gives the kernel's lse no gradient.
 """
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -98,6 +99,11 @@ def attend(inputs: AttentionInputs) -> jax.Array:
       their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
       `ATTENTION_NAME`.
     """
+    H, V = inputs.query.shape[3], inputs.value.shape[3]
+    if H != V:
+        missing = {"query": max(V - H, 0), "key": max(V - H, 0), "value": max(H - V, 0)}
+        wide = {name: jnp.pad(getattr(inputs, name), [(0, 0)] * 3 + [(0, n)]) for name, n in missing.items()}
+        return attend(dataclasses.replace(inputs, **wide))[..., :V]
     preload_builtins()
     window = known_window(inputs.local_window_size)
     settings = Settings(
@@ -105,13 +111,8 @@ def attend(inputs: AttentionInputs) -> jax.Array:
         is_causal=inputs.is_causal or window is not None,  # a window to the left alone is causal
         left_window=None if window is None else window[0],
     )
-    width = max(inputs.query.shape[3], inputs.value.shape[3])
-    query, key, value = (
-        jnp.pad(a, [(0, 0)] * 3 + [(0, width - a.shape[3])]) for a in (inputs.query, inputs.key, inputs.value)
-    )
-    operands = Operands(query, key, value, _bias(inputs), *_lengths(inputs))
-    output: jax.Array = _attention(settings, *varying_alike((operands, _sinks(inputs))))
-    return output[..., : inputs.value.shape[3]]
+    operands = Operands(inputs.query, inputs.key, inputs.value, _bias(inputs), *_lengths(inputs))
+    return _attention(settings, *varying_alike((operands, _sinks(inputs))))
 
 
 def _sinks(inputs: AttentionInputs) -> jax.Array | None:

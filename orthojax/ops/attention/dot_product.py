@@ -5,7 +5,6 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import jax
@@ -90,10 +89,6 @@ def dot_product_attention(
     return attend(inputs).reshape(shape)
 
 
-def _kernel(name: str) -> ModuleType:
-    return importlib.import_module(f"orthojax.ops.attention.{name}")  # may take a second, so only where it is used
-
-
 def _platform(array: jax.Array) -> str:
     """Returns the platform of the attention, as far as tracing can know: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,12 +111,11 @@ def fastest(
 ) -> Implementation:
     """Returns what `implementation=None` tries for B sequences of T queries in N heads and S keys, by measured times.
 
-    - The platform's kernel for more than one query. On an H200 (softmax-1, bfloat16, causal, forward and backward)
-      cuDNN takes 0.86 ms at 32x1024x12x64 and 2.1 ms at 8x4096x12x64, plain XLA 4.4 and 16.6 ms
-      (results/benchmarks.md). At T < 1,024 XLA has not been measured there, and nothing has on a TPU.
-    - Without a kernel, all weights at once up to a size, and then one chunk of queries at a time. The reason is memory:
-      the backward pass of chunks takes 1.2 to 1.3 of the time on a CPU. Under a causal mask it takes 0.7 to 0.8, since
-      keys are left out.
+    - The platform's kernel for more than one query. On an H200 (results/benchmarks.md: softmax-1, bfloat16, causal,
+      both passes) cuDNN takes 0.86 ms at 32x1024x12x64 and 2.1 ms at 8x4096x12x64, plain XLA 4.4 and 16.6 ms. XLA has
+      not been measured there below T = 1,024, and nothing has on a TPU.
+    - Without a kernel all weights at once, or from a size on a chunk of queries at a time. The reason is memory: chunks
+      take 1.2 to 1.3 of the time on a CPU, but 0.7 to 0.8 under a causal mask, since keys are left out.
 
     >>> fastest("gpu", 32, 1024, 12, 1024), fastest("gpu", 32, 1, 12, 1024), fastest("cpu", 1, 8192, 12, 8192)
     ('cudnn', 'xla', 'xla_chunked')
@@ -135,35 +129,31 @@ def fastest(
 
 def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[AttentionInputs], jax.Array]:
     """Returns the function for the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
-    platform = _platform(inputs.query)
-    if implementation is None:
-        (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
-        pick = functools.partial(fastest, platform, B, T, N, S, is_causal=inputs.is_causal)
-        if (kernel := pick()) in _KERNELS.values():
-            module = _kernel(kernel)
-            problem = _symbolic(inputs) or module.unsupported(inputs) or module.unavailable()
-            if not problem:
-                return module.attend
-            problem = f"attention falls back from {kernel!r} to plain XLA, which is slower: {problem}"
-            warnings.warn(problem, stacklevel=3)  # at the line that calls `dot_product_attention`
-        whole = xla.unchunkable(inputs) or pick(with_kernel=False) == "xla"
-        return xla.attend if whole else xla.attend_chunked
-    if implementation not in get_args(Implementation):
+    platform, problem = _platform(inputs.query), ""
+    (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
+    pick = functools.partial(fastest, platform, B, T, N, S, is_causal=inputs.is_causal)
+    name = pick() if implementation is None else implementation
+    if name not in get_args(Implementation):
         allowed = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}; allowed: None, {allowed}")
-    if implementation in ("xla", "xla_chunked"):
-        if implementation == "xla_chunked" and (problem := xla.unchunkable(inputs)):
-            raise NotImplementedError(f"attention with implementation='xla_chunked': {problem}")
-        return xla.attend if implementation == "xla" else xla.attend_chunked
-    module = _kernel(implementation)
-    problem = _symbolic(inputs) or module.unsupported(inputs)
-    if not isinstance(inputs.query, Tracer) and _KERNELS.get(platform) != implementation:
-        problem = problem or f"the kernel does not run on the arrays' platform, {platform!r}; allowed: 'xla', or None"
-    elif implementation == "cudnn" and platform == "gpu":
-        problem = problem or module.unavailable()  # clearer than the error of the vendor's stack
-    if problem:
-        raise NotImplementedError(f"attention with implementation={implementation!r}: {problem}")
-    return module.attend
+        raise ValueError(f"unknown implementation {name!r}; allowed: None, {allowed}")
+    if name in _KERNELS.values():
+        module = importlib.import_module(f"orthojax.ops.attention.{name}")  # may take a second, so only where used
+        problem = _symbolic(inputs) or module.unsupported(inputs)
+        if not isinstance(inputs.query, Tracer) and _KERNELS.get(platform) != name:
+            problem = problem or f"the kernel does not run on {platform!r}, where the arrays are; allowed: 'xla', None"
+        elif implementation is None or (name, platform) == ("cudnn", "gpu"):
+            problem = problem or module.unavailable()  # clearer than the error of the vendor's stack
+        if not problem:
+            return module.attend
+        if implementation is None:
+            problem = f"attention falls back from {name!r} to plain XLA, which is slower: {problem}"
+            warnings.warn(problem, stacklevel=3)  # at the line that calls `dot_product_attention`
+            name = pick(with_kernel=False)
+    if name == "xla_chunked":
+        problem = xla.unchunkable(inputs)
+    if problem and implementation is not None:
+        raise NotImplementedError(f"attention with implementation={name!r}: {problem}")
+    return xla.attend_chunked if name == "xla_chunked" and not problem else xla.attend
 
 
 def attention_fn(
@@ -245,5 +235,4 @@ def _one_batch_axis(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """Reshapes an array that broadcasts to [*batch, N, T, S], so that it broadcasts to [prod(batch), N, T, S]."""
     if len(batch) <= 1 or array.ndim <= 3:
         return array
-    array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
     return jnp.broadcast_to(array, (*batch, *array.shape[-3:])).reshape(math.prod(batch), *array.shape[-3:])

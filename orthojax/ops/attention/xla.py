@@ -115,19 +115,13 @@ def attention_logits(
 
 
 def attention_weights(
-    query: jax.Array,
-    key: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    normalizer: Normalizer,
-    **options: Any,
+    query: jax.Array, key: jax.Array, *, normalizer: Normalizer, mask: jax.Array | None = None, **options: Any
 ) -> jax.Array:
     """Computes the weights with which queries attend to keys: a normalizer of `attention_logits`.
 
     Other arguments and the result are as for `attention_logits`; the boolean `mask` (True keeps) broadcasts to it.
     """
-    return apply_normalizer(normalizer, attention_logits(query, key, bias, **options), mask)
+    return apply_normalizer(normalizer, attention_logits(query, key, **options), mask)
 
 
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
