@@ -289,7 +289,7 @@ def judge(claim: Claim, results: Results) -> Judged:
             ordered = sorted(names)
             found = shared_seeds([results[name.replace("*", case)] for name in ordered])
             cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, found, strict=True)), all_variants)))
-        except Missing as error:
+        except (Missing, ArithmeticError) as error:
             missing.append(f"{case}: {error}" if case else str(error))
     if claim.largest is not None and cases:
         cases = [max(cases, key=lambda case: (case.testable, case.size))]

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import math
 import operator
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from orthojax.analysis.catalogue import label
 from orthojax.config import Config
+from orthojax.errors import UserError
 from orthojax.formatting import number
 from orthojax.train import read_metrics
 
@@ -68,8 +70,11 @@ class Quantity:
         return self.name if self.of else label(self.name)
 
     def __call__(self, numbers: Numbers) -> float:
-        """Returns the value of one seed."""
-        return self.of(numbers) if self.of else numbers[self.name]
+        """Returns the value of one seed; `Missing` where a formula has none, as a ratio to 0."""
+        try:
+            return self.of(numbers) if self.of else numbers[self.name]
+        except ArithmeticError:
+            raise Missing(self.name) from None
 
 
 def as_quantity(given: "str | Quantity") -> Quantity:
@@ -146,8 +151,11 @@ class Result:
         path = folder / "measured" / f"{measure}.npz" if folder else None
         if path is None or not path.exists():
             raise Missing(f"arrays {measure} of {self.name}")
-        with np.load(io.BytesIO(path.read_bytes())) as loaded:
-            return dict(loaded)
+        try:
+            with np.load(io.BytesIO(path.read_bytes())) as loaded:
+                return dict(loaded)
+        except (ValueError, EOFError, zipfile.BadZipFile):
+            raise UserError(f"{path} is no .npz file of arrays", allowed="to delete it: it is measured again") from None
 
     def logged(self, key: str) -> tuple[list[int], np.ndarray]:
         """Reads one entry of metrics.jsonl at the steps that all seeds have: (steps [n], values [seeds, n]).

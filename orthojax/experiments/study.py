@@ -12,8 +12,8 @@ from orthojax.experiments.claims import Claim, Judged, judge
 from orthojax.experiments.measures import Measure
 from orthojax.experiments.report import Picture, Report, Table, Verdict
 from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
+from orthojax.experiments.stored import check_unique, check_variants, read_results_file
 from orthojax.experiments.tables import Columns, Quantities
-from orthojax.files import read_json
 from orthojax.formatting import number
 
 
@@ -123,14 +123,17 @@ def read_results(study: Study, folder: Path, *more: Path) -> Results:
     """Reads results.json of a folder, of the study or of one that has some of its variants; adds rows of further ones.
 
     Raises:
-      UserError: If there is none, or if it has no variant of the study.
+      UserError: If there is none, for one of another shape, and if it has no variant of the study.
     """
-    raw, *others = [read_json(at / "results.json", "results.json") for at in (folder, *more)]
-    if missing := {"experiment", "scale", "provenance", "rows"} - raw.keys():
-        raise UserError(f"{folder}/results.json has no {min(missing)!r}", allowed="one that orthojax reproduce wrote")
-    rows = [row for part in (raw, *others) for row in part["rows"]]
-    seeds = sorted({seed for part in (raw, *others) for seed in part["provenance"].get("seeds", ())})
-    raw = raw | {"rows": rows, "provenance": raw["provenance"] | {"seeds": seeds}}
+    parts = [read_results_file(at / "results.json") for at in (folder, *more)]
+    for at, part in zip((folder, *more), parts, strict=True):
+        if part["scale"] not in study.scales or part["scale"] != parts[0]["scale"]:
+            allowed = " | ".join(study.scales if at == folder else [parts[0]["scale"]])
+            raise UserError(f"{at}/results.json is of scale {part['scale']!r}", allowed=allowed)
+    rows = [row for part in parts for row in part["rows"]]
+    check_unique(rows, " and ".join(map(str, (folder, *more))))
+    seeds = sorted({seed for part in parts for seed in part["provenance"]["seeds"]})
+    raw = parts[0] | {"rows": rows, "provenance": parts[0]["provenance"] | {"seeds": seeds}}
     return results_of(study, raw, folder)
 
 
@@ -139,6 +142,8 @@ def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> R
     configs = dict(study.runs_at(raw["scale"]))
     if study.runs:
         own = raw["experiment"] == study.name
+        if own:
+            check_variants(raw["rows"], configs, f"{folder}/results.json")
         rows = [row for row in raw["rows"] if own or row["variant"] in configs]
         if not rows:
             raise UserError(f"{folder}/results.json has no variant of {study.name!r}", allowed=raw["experiment"])
@@ -219,7 +224,7 @@ def _setting(results: Results) -> str:
     provenance, seeds = results.raw["provenance"], results.seeds
     parts = [f"scale {results.scale}"] if results.study.runs else []
     parts.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
-    return " · ".join([*parts, *(str(provenance[key]) for key in ("date", "device") if key in provenance)])
+    return " · ".join([*parts, *(provenance[key] for key in ("date", "device") if key in provenance)])
 
 
 def _about_the_data(results: Results) -> list[str]:
@@ -240,8 +245,8 @@ def _notes(results: Results) -> list[str]:
     scale = f" --scale={results.scale}" if results.study.runs else ""
     notes = [f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}"]
     if "versions" in provenance:
-        versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-        notes.append(f"{provenance['date']}, {provenance['device']}, {versions}")
+        versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
+        notes.append(", ".join([*(provenance[key] for key in ("date", "device") if key in provenance), *versions]))
     for entry in provenance.get("data", ()):
         tokens = f", {entry['train']['n_tokens']:,} training tokens" if "train" in entry else ""
         notes.append(f"{entry['source']}{tokens}, sha256 {entry.get('source_sha256', 'unknown')}")
