@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.analysis.catalogue import label
+from orthojax.analysis.catalogue import define, label
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.formatting import number
+from orthojax.formatting import number, share
 from orthojax.train import read_metrics
 
 
@@ -57,17 +57,27 @@ class Quantity:
     Attributes:
       name: A key of results.json, or with `of` the label of what that computes.
       of: Computes it from the numbers of one seed.
-      show: Formats it.
+      show: Formats it; None for three digits, or percent of a metric that is a fraction.
     """
 
     name: str
     of: Callable[[Numbers], float] | None = None
-    show: Callable[[float], str] = number
+    show: Callable[[float], str] | None = None
 
     @property
     def label(self) -> str:
         """The words for it in tables."""
         return self.name if self.of else label(self.name)
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a fraction of a whole, written in percent."""
+        found = None if self.of or self.show else define(self.name)
+        return self.show is share or (found is not None and found.unit == "fraction")
+
+    def text(self, value: float) -> str:
+        """Writes a value."""
+        return (self.show or (share if self.is_share else number))(value)
 
     def __call__(self, numbers: Numbers) -> float:
         """Returns the value of one seed; `Missing` where a formula has none, as a ratio to 0."""
@@ -106,7 +116,7 @@ class Result:
     def printed(self, metric: Quantity) -> str:
         """Returns the words "paper 31.2" with the number that the paper prints; "" if it prints none."""
         try:
-            return f"paper {metric.show(metric(self.paper))}"
+            return f"paper {metric.text(metric(self.paper))}"
         except Missing:
             return ""
 

@@ -1,7 +1,7 @@
 """A study as data: what runs, what is claimed of it, and what its report shows."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from orthojax.config import Config, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.claims import Claim, Judged, judge
 from orthojax.experiments.measures import Measure
-from orthojax.experiments.report import Picture, Report, Table, Verdict
+from orthojax.experiments.report import Cell, Picture, Report, Table, Verdict
 from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
 from orthojax.experiments.stored import check_unique, check_variants, read_results_file
 from orthojax.experiments.tables import Columns, Quantities
@@ -176,18 +176,32 @@ def make_report(results: Results) -> Report:
             pictures += draw(results)
         except Missing:
             continue
+    judged = [judge(claim, results) for claim in study.claims]
+    untestable = {read for of in judged for case in of.cases if not case.testable for read in case.reads}
     note = study.note(results) if callable(study.note) else study.note
     return Report(
         title=study.title[:1].upper() + study.title[1:],
         setting=_setting(results),
         sentences=[note, *_about_the_data(results)],
         headlines=_headlines(results),
-        verdicts=[as_verdict(judge(claim, results)) for claim in study.claims],
-        tables=tables,
+        verdicts=[as_verdict(of) for of in judged],
+        tables=[_plain(table, untestable) for table in tables],
         pictures=pictures,
         notes=_notes(results),
         failures=results.failures(),
     )
+
+
+def _plain(table: Table, untestable: Collection[tuple[str, str]]) -> Table:
+    """Returns a table in which nothing is bold that a claim calls not testable, by column and row."""
+    rows = [
+        [
+            of._replace(bold=False) if isinstance(of, Cell) and (column, row[0]) in untestable else of
+            for column, of in zip(table.columns, row, strict=True)
+        ]
+        for row in table.rows
+    ]
+    return table._replace(rows=rows)
 
 
 def as_verdict(judged: Judged) -> Verdict:
@@ -195,7 +209,7 @@ def as_verdict(judged: Judged) -> Verdict:
     claim, numbers = judged.claim, []
     for case in judged.cases:
         mark = "" if len(judged.cases) == 1 else "" if case.holds else " (does not hold)"
-        mark = mark if case.testable else " (not testable)"
+        mark = mark if case.testable else f" (not testable: {case.lacks})"
         numbers.append(": ".join(filter(None, (case.name, "; ".join(case.numbers)))) + mark)
     remarks = [f"Not measured: {claim.unmeasured}"] if claim.unmeasured else []
     if judged.missing:
@@ -213,7 +227,7 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
     for metric, before, after in results.study.headlines:
         quantity = as_quantity(metric)
         try:
-            numbers = [quantity.show(results[name][quantity]) for name in (before, after)]
+            numbers = [quantity.text(results[name][quantity]) for name in (before, after)]
         except Missing:
             continue
         found.append((quantity.label, " → ".join(numbers), f"{before} → {after}"))

@@ -54,10 +54,10 @@ from orthojax.experiments.pictures import ByStep, Maps, Points
 from orthojax.experiments.results import Numbers, Result, Results
 from orthojax.experiments.study import Given, Study
 from orthojax.experiments.tables import Columns, Paired, Printed
-from orthojax.formatting import byte_count, percent, signed
+from orthojax.formatting import byte_count, percent, share, signed
 
 WIDTH, POOLED = Metric("D", lambda of: of["model.d_model"]), Metric("kurtosis_pooled")
-FULL, PER_TOKEN = Metric("perplexity", show="{:,.2f}".format), "int8_fine_per_token"
+FULL, PER_TOKEN = Metric("perplexity"), "int8_fine_per_token"
 AT_COARSE, AT_4_BITS = lost(COARSE), lost(INT4)
 _INT8_NOTE = (
     "After RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, so the rounding error of int8 "
@@ -68,8 +68,8 @@ _CURED_ALONE = "what cured alone loses did not count"
 
 
 def perplexity_at(setting: str) -> Metric:
-    """Returns the perplexity of a quantised model, with the digits that the paper has."""
-    return Metric(f"perplexity_{setting}", show="{:,.2f}".format)
+    """Returns the perplexity of a quantised model."""
+    return Metric(f"perplexity_{setting}")
 
 
 def points(setting: str) -> Metric:
@@ -131,8 +131,9 @@ TABLE1 = Study(
                      WORST, AT_4_BITS, y_scale="symlog")],
 )  # fmt: skip
 
-EQUAL_WITH_SOFTMAX1 = Metric("softmax-1's chance",
-                             lambda of: chance_of_first(int(of["data.sequence_length"]), softmax1=True))  # fmt: skip
+EQUAL_WITH_SOFTMAX1 = Metric(
+    "softmax-1's chance", lambda of: chance_of_first(int(of["data.sequence_length"]), softmax1=True), share
+)
 _DOMINANCE_LEFT = largest(excess_left(S, V), fraction_left(MASS[V], MASS[S], CHANCE[V], EQUAL_WITH_SOFTMAX1[S]))
 _BOTH_DOMINATED = dominated(V) & (MASS[V] >= 2 * CHANCE[V])
 _GPT2, _LLAMA2 = "gpt2_130m_vanilla", "llama2_130m_vanilla"
@@ -267,7 +268,7 @@ def _printed_costs(name: str) -> dict[str, float]:
 
 
 _STEP_RATIO, _STEP_LOWER, _STEP_UPPER, _PROGRAM_RATIO, _STATE_RATIO = (
-    Metric(f"cost_{name}", show="{:.3f}".format)
+    Metric(f"cost_{name}")
     for name in ("step_ratio", "step_ratio_lower", "step_ratio_upper", "program_ratio", "optimizer_state_ratio")
 )
 
@@ -543,8 +544,8 @@ def _correlation(part: str) -> Callable[[Numbers], float]:
     return of
 
 
-_OF_FIRST = Metric("correlation of the first token", _correlation("first"), "{:.3f}".format)
-_OF_REST = Metric("correlation of other tokens", _correlation("rest"), "{:.3f}".format)
+_OF_FIRST = Metric("correlation of the first token", _correlation("first"))
+_OF_REST = Metric("correlation of other tokens", _correlation("rest"))
 
 TABLE9 = Study(
     name="table9",
