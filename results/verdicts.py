@@ -1,7 +1,8 @@
 """Judges all committed results: python results/verdicts.py [--write].
 
 Without flags it compares the verdicts with results/verdicts.json, those under the first criteria of revised claims
-included, and exits with 1 if any differs. With --write it writes verdicts.json, every report.md and docs/claims.md.
+included, and exits with 1 if any differs. With --write it writes verdicts.json, every report.md with its
+committed figures, and docs/claims.md.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from orthojax.experiments.catalog import ALL
 from orthojax.experiments.claims import Judged, judge
-from orthojax.experiments.report import escape_markdown, markdown
+from orthojax.experiments.report import Report, escape_markdown, markdown, svg
 from orthojax.experiments.results import Results
 from orthojax.experiments.study import Study, make_report, read_results
 
@@ -46,11 +47,16 @@ def verdicts() -> dict[str, dict[str, str]]:
     return found
 
 
-def report(results: Results) -> str:
-    """Returns the report in Markdown, with the pictures whose files are committed."""
+def with_committed_pictures(results: Results) -> Report:
+    """Returns the report with the pictures whose files are committed."""
     made = make_report(results)
     figures = folder(results.study, results.scale) / "figures"
-    return markdown(made._replace(pictures=[of for of in made.pictures if (figures / f"{of.name}.svg").exists()]))
+    return made._replace(pictures=[of for of in made.pictures if (figures / f"{of.name}.svg").exists()])
+
+
+def report(results: Results) -> str:
+    """Returns the report in Markdown."""
+    return markdown(with_committed_pictures(results))
 
 
 def claims() -> str:
@@ -81,7 +87,10 @@ def write() -> None:
     text = ",\n".join(f"{json.dumps(key)}: {json.dumps(of)}" for key, of in verdicts().items())
     (RESULTS / "verdicts.json").write_text(f"{{\n{text}\n}}\n")
     for study, scale, results in committed():
-        (folder(study, scale) / "report.md").write_text(report(results))
+        made = with_committed_pictures(results)
+        (folder(study, scale) / "report.md").write_text(markdown(made))
+        for picture in made.pictures:
+            (folder(study, scale) / "figures" / f"{picture.name}.svg").write_bytes(svg(picture.figure))
     CLAIMS.write_text(claims())
 
 

@@ -3,7 +3,9 @@
 As a script it is what `run_study` starts in processes of its own: test_study.py HOME --seeds=0 --only=vanilla --jobs=1.
 """
 
+import base64
 import dataclasses
+import hashlib
 import html
 import json
 import os
@@ -323,18 +325,34 @@ def test_reports_contain_everything(results, tmp_path, capsys):
         assert "under it: does not hold" in shown or shown is console
     assert [of.verdict for of in report.verdicts[1:]] == ["not testable", "holds", "not measured"]
     names = [picture.name for picture in report.pictures]
-    assert names == ["training_curves", "kurtosis_first_by_layer", "attention_map", "hidden_states", "bars", "points"]
+    assert names == [
+        "headlines",
+        "training_curves",
+        "kurtosis_first_by_layer",
+        "attention_map",
+        "hidden_states",
+        "bars",
+        "points",
+    ]
     for name in names:
         assert (tmp_path / f"figures/{name}.svg").read_bytes().startswith(b"<?xml")
         assert f"figures/{name}.svg" in text
     assert page.count('src="data:image/svg+xml;base64,') == len(names)
     assert not re.search(r'(?:src|href)="(?!data:)', page)
+    allowed = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    style = re.search(r"<style>(.*?)</style>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert allowed[1].split("; ")[:3] == ["default-src 'none'", f"style-src 'sha256-{digest}'", "img-src data:"]
+    assert not re.search(r"<script|\bstyle=|\bon\w+=", page)
 
 
 def test_a_report_without_runs_leaves_their_pictures_out(results, study):
     committed = results_of(study, results.raw)
     report = make_report(committed)
-    assert [picture.name for picture in report.pictures] == ["kurtosis_first_by_layer", "bars", "points"]
+    assert [of.name for of in report.pictures] == ["headlines", "kurtosis_first_by_layer", "bars", "points"]
+    ((_, numbers, _),) = report.headlines
+    words = [tick.get_text() for tick in report.pictures[0].figure.axes[0].get_xticklabels()]
+    assert words == [f"{name}\n{text}" for name, text in zip(("vanilla", "cured"), numbers.split(" → "), strict=True)]
     assert report.verdicts == make_report(results).verdicts
 
 

@@ -56,7 +56,7 @@ class Expr:
     brief: str = ""
 
     def shortfall(self, scope: Scope) -> str:
-        """Returns in numbers why it does not hold, such as 'kurtosis_rest of vanilla 3.33, needs more than 4'."""
+        """Returns in numbers why it does not hold, such as 'kurtosis, other tokens: vanilla 3.33, needs at least 4'."""
         return self.lacks(scope) if self.lacks else f"needs {self.text}"
 
     def in_every_seed(self) -> "Expr":
@@ -156,7 +156,8 @@ class Metric(Quantity):
     def __getitem__(self, variant: str) -> Expr:
         value = lambda scope: scope.results[variant][self]  # noqa: E731
         show = share if self.is_share else self.show or number
-        return Expr(f"{self.name} of {variant}", value, ((self, variant),), frozenset([variant]), show=show)
+        names, brief = frozenset([variant]), f"{self.label}: {variant}"
+        return Expr(f"{self.name} of {variant}", value, ((self, variant),), names, show=show, brief=brief)
 
 
 def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
@@ -178,9 +179,9 @@ def smallest(*exprs: Any) -> Expr:
 
 def _extreme(name: str, word: str, of: Callable[[Sequence[float]], float], exprs: Sequence[Any]) -> Expr:
     found = function(name, lambda *values: of(values), *exprs)
-    metrics = ", ".join(dict.fromkeys(metric.name for metric, _ in found.terms))
+    metrics = " and ".join(dict.fromkeys(metric.label for metric, _ in found.terms))
     variants = ", ".join(dict.fromkeys(variant for _, variant in found.terms))
-    return dataclasses.replace(found, brief=f"{word} {metrics} of {variants}" if found.terms else "")
+    return dataclasses.replace(found, brief=f"{word} of {metrics}: {variants}" if found.terms else "")
 
 
 def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:

@@ -10,6 +10,7 @@ from orthojax.config import Config, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.claims import Claim, Judged, judge
 from orthojax.experiments.measures import Measure
+from orthojax.experiments.pictures import headlines
 from orthojax.experiments.report import Cell, Picture, Report, Table, Verdict
 from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
 from orthojax.experiments.stored import check_unique, check_variants, read_results_file
@@ -171,7 +172,7 @@ def make_report(results: Results) -> Report:
             continue
         tables += [built] if isinstance(built, Table) else built
     pictures: list[Picture] = []
-    for draw in study.pictures:
+    for draw in (headlines, *study.pictures):
         try:
             pictures += draw(results)
         except Missing:

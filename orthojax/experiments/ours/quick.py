@@ -55,7 +55,7 @@ QUICK = Study(
         ),
         Columns(
             "Bigram-Backcopy, one layer, Adam, by normalizer",
-            "sink_attention sink_attention_rest sink_logit_gap value_norm_first value_norm_rest residual_norm_first "
+            "sink_attention_rest sink_logit_gap value_norm_first value_norm_rest residual_norm_first "
             "residual_norm_rest backcopy_risk_nats bigram_excess_risk_nats",
             rows="backcopy_*",
         ),
