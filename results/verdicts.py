@@ -9,14 +9,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from orthojax.experiments.catalog import ALL
 from orthojax.experiments.claims import Judged, judge
 from orthojax.experiments.report import Report, escape_markdown, markdown, svg
 from orthojax.experiments.results import Results
-from orthojax.experiments.study import Study, make_report, read_results
+from orthojax.experiments.study import Study, command, make_report, read_results
 
 RESULTS = Path(__file__).parent
+PUBLISHED = RESULTS.parent / "orthojax/experiments/published.json"  # beside the code, for a wheel has no results
 CLAIMS = RESULTS.parent / "docs" / "claims.md"
 SYMBOLS = {"holds": "+", "does not hold": "-", "not testable": "?", "not measured": "0"}
 
@@ -69,8 +71,7 @@ def claims() -> str:
     for study, scale, results in committed():
         path = (folder(study, scale) / "report.md").relative_to(RESULTS.parent)
         of_scale = "" if scale == "tiny" or not study.runs else f", scale {scale}"
-        seeds = f"seed{'s' if len(results.seeds) > 1 else ''} {', '.join(map(str, results.seeds))}"
-        lines.append(f"## {escape_markdown(study.title)}{of_scale}\n\n[`{study.name}`](../{path}), {seeds}.")
+        lines.append(f"## {escape_markdown(study.title)}{of_scale}\n\n`{command(results)}` ([report](../{path}))")
         lines.append("\n".join(_line(judge(claim, results)) for claim in study.claims) or "No claims: a map.")
     return "\n\n".join(lines) + "\n"
 
@@ -82,8 +83,20 @@ def _line(judged: Judged) -> str:
     return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{shown}{revised}"
 
 
+def published() -> str:
+    """Returns published.json: study -> scale -> seeds, minutes and machine of the committed results, a line each."""
+    found: dict[str, dict[str, Any]] = {}
+    for study, scale, results in committed():
+        of = results.raw["provenance"]
+        minutes = float(f"{of.get('wall_seconds', 0) / 60 / len(results.seeds):.3g}")
+        made = ", ".join((of["date"], of["device"]))
+        found.setdefault(study.name, {})[scale] = {"seeds": results.seeds, "minutes": minutes, "made": made}
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(of)}" for name, of in found.items()) + "\n}\n"
+
+
 def write() -> None:
-    """Writes verdicts.json, every report.md and docs/claims.md."""
+    """Writes verdicts.json, published.json, every report.md and docs/claims.md."""
+    PUBLISHED.write_text(published())
     text = ",\n".join(f"{json.dumps(key)}: {json.dumps(of)}" for key, of in verdicts().items())
     (RESULTS / "verdicts.json").write_text(f"{{\n{text}\n}}\n")
     for study, scale, results in committed():

@@ -20,10 +20,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from matplotlib import pyplot as plt
 from small_runs import cpu_environment
 from tiny_run import TINY
 
 from orthojax import quant
+from orthojax.commands import reproduce
 from orthojax.config import Config, replace
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments import catalog
@@ -412,8 +415,51 @@ def test_every_study_has_what_claims_and_tables_name(study):
 def test_studies_are_listed(tmp_path):
     command = [sys.executable, "-m", "orthojax", "reproduce"]
     shown = subprocess.run([*command, "--list"], env=cpu_environment(), capture_output=True, text=True, check=True)
-    assert len(shown.stdout.splitlines()) == len(catalog.ALL)
+    lines = [line for line in shown.stdout.splitlines() if not line.startswith("    published: --scale=")]
+    assert len(lines) == len(catalog.ALL)
     assert all(study.title in shown.stdout for study in catalog.ALL)
+    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed summed over runs (20" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scale", "says"),
+    [
+        (["--experiment=table2", "--seeds=6"], "deep", "published: --scale=deep --seeds=3,4,5"),
+        (["--experiment=table2", "--scale=tiny"], "tiny", "another scale than this"),
+        ([], "tiny", "published: --scale=tiny --seeds=5,6,7,8,9: 8.86 minutes a seed"),
+    ],
+)
+def test_the_published_scale_is_the_default_and_another_is_told(monkeypatch, capsys, arguments, scale, says):
+    asked = []
+
+    def run_study(study, scale, *args, **kwargs):
+        asked.append(scale)
+        raise UserError("enough")
+
+    monkeypatch.setattr("orthojax.experiments.running.run_study", run_study)
+    monkeypatch.setattr("orthojax.train.keep_compiled_programs", lambda folder: None)
+    before = set(flags.FLAGS)
+    reproduce.define_flags()
+    own = set(flags.FLAGS) - before
+    try:
+        flags.FLAGS(["reproduce", *arguments])
+        with pytest.raises(UserError, match="enough"):
+            reproduce.main([])
+    finally:
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS.remove_flag_values(own)
+    printed = capsys.readouterr().out
+    assert asked == [scale]
+    assert says in printed
+    assert ("another scale" in printed) == (scale not in catalog.find("table2").published and "table2" in printed)
+
+
+def test_report_of_another_scale_names_the_published_one():
+    study = catalog.find("figure41")
+    for scale, told in (("tiny", True), ("deep", False)):
+        report = make_report(made_up(study, {"perplexity": 1.0}, scale))
+        plt.close("all")
+        assert ("--scale=deep --seeds=3,4,5" in " ".join(report.sentences)) == told
 
 
 if __name__ == "__main__":

@@ -244,12 +244,13 @@ def _format(path: PurePath) -> str:
 
 
 def _listed(names: Sequence[str], paths: Sequence[str]) -> str:
-    """Returns the names of up to four files; of more their number, kind and folders: '19,195 .py files in 51 folders'."""
+    """Returns the names of up to four files; of more their number, kind and folders: '1,200 .py files in 3 folders'."""
     if len(names) <= 4:
         return ", ".join(names)
     kinds = {PurePosixPath(name).suffix for name in names}
     parts = [PurePosixPath(path).parts for path in paths]
-    shared = len(os.path.commonprefix([of[:-1] for of in parts]))
+    folders_of = zip(*(of[:-1] for of in parts), strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders_of))
     folders = {of[shared] for of in parts if len(of) > shared + 1}
     kind = f"{kinds.pop()} files".strip() if len(kinds) == 1 else "files"
     return f"{len(names):,} {kind}" + (f" in {len(folders)} folders" if len(folders) > 1 else "")

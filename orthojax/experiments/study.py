@@ -1,6 +1,8 @@
 """A study as data: what runs, what is claimed of it, and what its report shows."""
 
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +40,32 @@ class Row(NamedTuple):
     variant: str
     metrics: Mapping[str, float]
     overrides: Mapping[str, Any] = MappingProxyType({})
+
+
+class Published(NamedTuple):
+    """Where committed numbers of a study come from.
+
+    Attributes:
+      seeds: All of them.
+      minutes: Of one seed, summed over its runs, as they were committed; 0 if that is not known. Nothing is
+        extrapolated from the machine at hand, on which other work may be running.
+      made: Date and device.
+    """
+
+    seeds: tuple[int, ...]
+    minutes: float
+    made: str
+
+    def __str__(self) -> str:
+        took = f": {number(self.minutes)} minutes a seed summed over runs" if self.minutes else ""
+        return f"--seeds={','.join(map(str, self.seeds))}{took} ({self.made})"
+
+
+@functools.cache
+def _published() -> dict[str, dict[str, Published]]:
+    content = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
+    at = lambda of: Published(tuple(of["seeds"]), of["minutes"], of["made"])  # noqa: E731
+    return {name: {scale: at(of) for scale, of in scales.items()} for name, scales in content.items()}
 
 
 Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper prints
@@ -91,6 +119,11 @@ class Study:
     pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
     headlines: Sequence[tuple[str | Quantity, str, str]] = ()
     note: str | Callable[[Results], str] = ""
+
+    @property
+    def published(self) -> Mapping[str, Published]:
+        """What results/ has of it, by scale, as `python results/verdicts.py --write` noted it."""
+        return _published().get(self.name, {})
 
     def runs_at(self, scale: str) -> Mapping[str, Config]:
         """Returns the runs of one scale; none of a computation.
@@ -244,7 +277,10 @@ def _setting(results: Results) -> str:
 
 def _about_the_data(results: Results) -> list[str]:
     configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
-    sentences = []
+    sentences, elsewhere = [], results.study.published
+    if elsewhere and results.scale not in elsewhere:
+        commands = [f"--scale={scale} {of}" for scale, of in elsewhere.items()]
+        sentences.append(f"What is published of this experiment is another scale: {'; '.join(commands)}.")
     if len(results.seeds) == 1 and configs:
         sentences.append("One seed is an anecdote: --seeds=0,1,2 shows the spread.")
     if any(config.data.kind == "embedded" for config in configs):
@@ -255,10 +291,16 @@ def _about_the_data(results: Results) -> list[str]:
     return sentences
 
 
-def _notes(results: Results) -> list[str]:
-    provenance, seeds = results.raw["provenance"], ",".join(map(str, results.seeds))
+def command(results: Results) -> str:
+    """Returns the command that makes these numbers, with scale and seeds."""
     scale = f" --scale={results.scale}" if results.study.runs else ""
-    notes = [f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}"]
+    return f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={','.join(map(str, results.seeds))}"
+
+
+def _notes(results: Results) -> list[str]:
+    provenance, notes = results.raw["provenance"], [command(results)]
+    if given := [result.name for result in results.values() if result.given]:
+        notes.append(f"existing models, by --model=NAME=PATH or as installed: {', '.join(given)}")
     if "versions" in provenance:
         versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
         notes.append(", ".join([*(provenance[key] for key in ("date", "device") if key in provenance), *versions]))
