@@ -18,6 +18,15 @@ from orthojax.formatting import number, share
 from orthojax.train import read_metrics
 
 
+# Fractions of a whole that single experiments measure; those of every model are in the catalogue.
+_SHARES = frozenset(
+    "first_key active_first_key trigger_keys active_trigger_keys delimiter_key delimiter_key_triggers largest_token "
+    "largest_token_equal triggers_found others_called_triggers dormant_sink first_weight bos_weight null_mass_rest "
+    "null_at_start gradient_weak_share largest_share winner_mass winner_fraction winner_of_heads winner_of_sequences "
+    "others_mass largest_mass_of_sequence sink_attention sink_attention_rest".split()
+)
+
+
 class Missing(Exception):
     """A variant that did not finish, or that lacks a metric or a file."""
 
@@ -72,8 +81,10 @@ class Quantity:
     @property
     def is_share(self) -> bool:
         """Whether it is a fraction of a whole, written in percent."""
-        found = None if self.of or self.show else define(self.name)
-        return self.show is share or (found is not None and found.unit == "fraction")
+        if self.of or self.show:
+            return self.show is share
+        found, base = define(self.name), self.name.rpartition(": ")[2].partition("/")[0]
+        return base in _SHARES or (found is not None and found.unit == "fraction")
 
     def text(self, value: float) -> str:
         """Writes a value."""
