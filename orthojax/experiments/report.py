@@ -14,6 +14,7 @@ import jinja2
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from orthojax.errors import printable
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.formatting import align
 
@@ -136,7 +137,7 @@ def print_report(report: Report) -> None:
     for metric, numbers, what in report.headlines:
         print(f"{metric}: {numbers} ({what})")
     for failure in report.failures:
-        print(f"failed: {failure}")
+        print(printable(f"failed: {failure}"))
 
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$<]|(?<![^\W_])_|_(?![^\W_])|&(?=[#\w])")

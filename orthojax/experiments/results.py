@@ -17,13 +17,12 @@ from orthojax.errors import UserError
 from orthojax.formatting import number, share
 from orthojax.train import read_metrics
 
-
 # Fractions of a whole that single experiments measure; those of every model are in the catalogue.
 _SHARES = frozenset(
     "first_key active_first_key trigger_keys active_trigger_keys delimiter_key delimiter_key_triggers largest_token "
     "largest_token_equal triggers_found others_called_triggers dormant_sink first_weight bos_weight null_mass_rest "
     "null_at_start gradient_weak_share largest_share winner_mass winner_fraction winner_of_heads winner_of_sequences "
-    "others_mass largest_mass_of_sequence sink_attention sink_attention_rest".split()
+    "others_mass largest_mass_of_sequence".split()
 )
 
 

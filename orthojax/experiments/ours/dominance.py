@@ -144,7 +144,7 @@ REPEATED_LONGER = Study(
         cured_outliers("With the d_model axes rotated they leave no outliers.", "residual_*", "vanilla_*"),
         no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", "residual_*", "vanilla_*"),
     ],
-    headlines=[(metric, _LONG, "cured_64_bos_6000") for metric in _HEADLINES],
+    headlines=[(metric, _LONG, "residual_64_bos_6000") for metric in _HEADLINES],
     pictures=[*_BY_STEP, Maps("vanilla_64_bos_6000 cured_64_bos_6000")],
 )  # fmt: skip
 REPEATED_SETTINGS = Study(
