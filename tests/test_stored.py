@@ -17,9 +17,9 @@ from orthojax.commands import compare
 from orthojax.config import Config, to_json
 from orthojax.errors import UserError
 from orthojax.experiments.claims import DRAIN, FRACTION, PPL, Claim
+from orthojax.experiments.measures import Measure
 from orthojax.experiments.pictures import KURTOSIS, ByStep
 from orthojax.experiments.report import print_report, write_report
-from orthojax.experiments.stored import read_metrics_file
 from orthojax.experiments.study import Study, make_report, read_results
 from orthojax.experiments.tables import Paired
 
@@ -181,7 +181,7 @@ def test_files_that_hold_something_else_are_refused(render, compared, tmp_path, 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda raw: raw["rows"].append(ROWS[1]), r"2 rows of vanilla, seed 1\nallowed: one row"),
+        (lambda raw: raw["rows"].append(ROWS[1]), r"2 rows of vanilla, seed 1\nallowed: one of a"),
         (lambda raw: raw["rows"][1].update(variant="vanila"), r"the variant 'vanila'[^$]*did you mean 'vanilla'"),
         (lambda raw: raw["rows"][1].update(seed=7), r"rows\[1\] \(vanilla, seed 7\).*\nallowed: 0, 1, 2"),
         (lambda raw: raw.update(scale="tinny"), r"is of scale 'tinny'\nallowed: tiny"),
@@ -201,6 +201,7 @@ def test_refusals_name_row_field_and_what_is_allowed(render, change, says):
 
 
 def test_measured_files_are_checked(tmp_path):
-    (tmp_path / "evaluation.json").write_text('{"perplexity": NaN}')
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "measured/evaluation.json").write_text('{"perplexity": NaN}')
     with pytest.raises(UserError, match=r"evaluation\.json, 'perplexity' is nan\nallowed: a finite number"):
-        read_metrics_file(tmp_path / "evaluation.json", "measurement")
+        Measure("evaluation", lambda *_: pytest.fail("measured again")).of(tmp_path, None, None, print)

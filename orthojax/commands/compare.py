@@ -32,7 +32,7 @@ class _Run(NamedTuple):
 
 
 def _read(path: Path) -> _Run:
-    from orthojax.experiments.stored import COUNT, NUMBER, check, read_evaluation
+    from orthojax.experiments.stored import COUNT, NUMBER, check, check_metrics
     from orthojax.train import read_metrics
 
     for name in ("config.json", "metrics.jsonl"):
@@ -48,7 +48,8 @@ def _read(path: Path) -> _Run:
     metrics = {name: value for line in logged.values() for name, value in line.items()}
     metrics.pop("loss_nats", None)  # of a training batch, which the held-out loss must not stand beside
     if (path / "evaluation.json").is_file():
-        metrics |= read_evaluation(path / "evaluation.json")
+        found = read_json(path / "evaluation.json", "evaluation").get("metrics")
+        metrics |= check_metrics(found, f"{path / 'evaluation.json'}, metrics")
     return _Run(config, logged, metrics)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from orthojax import analysis
 from orthojax.data import load_tokenizer
 from orthojax.errors import UserError
-from orthojax.experiments.stored import read_metrics_file
-from orthojax.files import finite, write_atomically, write_text
+from orthojax.experiments.stored import check_metrics
+from orthojax.files import finite, read_json, write_atomically, write_text
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate
 
@@ -52,7 +52,7 @@ class Measure:
                 save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
                 write_atomically(path.with_suffix(".npz"), save)
             write_text(path, json.dumps(finite(measured.metrics), indent=2) + "\n")
-        return read_metrics_file(path, f"measurement {self.name}")
+        return check_metrics(read_json(path, f"measurement {self.name}"), str(path))
 
 
 def by_layer(name: str, values: np.ndarray) -> dict[str, float]:

@@ -50,25 +50,15 @@ _PROVENANCE = {
     "seeds": [SEED], "date?": TEXT, "device?": TEXT, "versions?": {...: TEXT}, "data?": [_DATA],
     "wall_seconds?": SECONDS,
 }  # fmt: skip
-_ROW = {
-    "variant": NAME,
-    "seed": SEED,
-    "overrides": {...: FIELD},
-    "metrics": {...: NUMBER},
-    "run?": TEXT,
-    "given?": TRUE,
-}
-COMPUTED = {"rows": [{"variant": NAME, "overrides": {...: FIELD}, "metrics": {...: NUMBER}}]}
-RESULTS = {"experiment": NAME, "scale": NAME, "provenance": _PROVENANCE, "rows": [_ROW | {"failed?": TEXT}]}
+_COMPUTED = {"variant": NAME, "overrides": {...: FIELD}, "metrics": {...: NUMBER}}
+_ROW = _COMPUTED | {"seed": SEED, "run?": TEXT, "given?": TRUE, "failed?": TEXT}
+COMPUTED = {"rows": [_COMPUTED]}
+RESULTS = {"experiment": NAME, "scale": NAME, "provenance": _PROVENANCE, "rows": [_ROW]}
 _PLACE = re.compile(r"/(?:layer|head|step)_(?![0-9]{1,7}(?:/|$))")
 
 
 def check(value: Any, shape: Any, where: str) -> None:
-    """Checks a value against a shape.
-
-    Raises:
-      UserError: For another, and for a missing key; `where` names it.
-    """
+    """Raises UserError for a value of another shape; `where` names it."""
     if isinstance(shape, Kind):
         if not shape.holds(value):
             raise UserError(f"{where} is {_brief(value)}", allowed=shape.allowed)
@@ -96,44 +86,22 @@ def _brief(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def check_metrics(metrics: Any, where: str) -> None:
-    """Checks metrics by name: finite numbers, and within what the metric can be.
-
-    Raises:
-      UserError: For others; `where` names them.
-    """
+def check_metrics(metrics: Any, where: str) -> Any:
+    """Returns metrics, name -> finite number within what the metric can be; raises UserError for others."""
     check(metrics, {...: NUMBER}, where)
     for name, value in metrics.items():
         base = name.partition("/")[0]
         check(value, _KINDS.get("perplexity_" if base.startswith("perplexity_") else base, NUMBER), f"{where}, {name}")
         if _PLACE.search(name):
             raise UserError(f"{where} has {name!r}", allowed="layers, heads and steps as numbers, such as /layer_3")
-
-
-def read_metrics_file(path: Path, what: str) -> dict[str, float]:
-    """Reads the metrics that a measurement stored, a JSON object of names and numbers.
-
-    Raises:
-      UserError: If that is not what the file holds; `what` names it.
-    """
-    metrics = read_json(path, what)
-    check_metrics(metrics, f"{what} {path}")
     return metrics
-
-
-def read_evaluation(path: Path) -> dict[str, float]:
-    """Reads the metrics of an evaluation.json; raises UserError if it has none, or others than numbers."""
-    found = read_json(path, "evaluation")
-    check(found, {"metrics": {...: NUMBER}}, str(path))
-    check_metrics(found["metrics"], f"{path}, metrics")
-    return found["metrics"]
 
 
 def read_results_file(path: Path) -> dict[str, Any]:
     """Reads a results.json.
 
     Raises:
-      UserError: If there is none, or for another shape, naming row and field; for two rows of one variant and seed.
+      UserError: If there is none, or for another shape, naming row and field.
     """
     raw = read_json(path, "results.json")
     check(raw, RESULTS, str(path))
@@ -142,15 +110,14 @@ def read_results_file(path: Path) -> dict[str, Any]:
         check_metrics(row["metrics"], f"{where}, metrics")
         if row["seed"] not in seeds and "given" not in row:
             raise UserError(f"{where} is of no seed of its provenance", allowed=", ".join(map(str, seeds)))
-    check_unique(raw["rows"], str(path))
     return raw
 
 
 def check_unique(rows: list[Mapping[str, Any]], where: str) -> None:
     """Refuses two rows of one variant and seed, of which one would hide the other."""
-    (key, count), *_ = Counter((row["variant"], row["seed"]) for row in rows).most_common(1) or [(("", 0), 0)]
-    if count > 1:
-        raise UserError(f"{where} has {count} rows of {key[0]}, seed {key[1]}", allowed="one row of a variant and seed")
+    for (variant, seed), count in Counter((row["variant"], row["seed"]) for row in rows).items():
+        if count > 1:
+            raise UserError(f"{where} has {count} rows of {variant}, seed {seed}", allowed="one of a variant and seed")
 
 
 def check_variants(rows: list[Mapping[str, Any]], known: Mapping[str, Any], where: str) -> None:

@@ -90,7 +90,7 @@ BACKCOPY_RULES = Study(
 
 _ON_FIRST, _TRIGGERS_ON_FIRST = Metric("first_key/layer_0"), Metric("active_first_key/layer_0")
 _TRIGGERS_ON_TRIGGERS = Metric("active_trigger_keys/layer_0")
-_VALUE_RATIO = Metric("value norm of <s> / others'",
+_VALUE_RATIO = Metric("value norm, <s> over others, layer 0",
                       lambda of: of["value_norm_first/layer_0"] / of["value_norm_rest/layer_0"])  # fmt: skip
 _EXCESS = Metric("largest excess risk (nats)", lambda of: max(risk(of) for risk in RISKS))
 _PARKED = Metric("weight on triggers and <s>, late triggers",

@@ -284,7 +284,7 @@ def _three_layers(seed: int) -> Iterator[Row]:
 _COPY, _BIGRAM = Metric("backcopy_risk"), Metric("bigram_excess_risk")
 _SINK, _LOGIT, _SPREAD = Metric("sink_attention"), Metric("sink_logit"), Metric("sink_logit_spread")
 _COPY_HALF, _BIGRAM_HALF, _SINK_HALF, _ = _HALVES = [Metric(f"{name}_half_step") for name in _ORDERED]
-_VALUE_RATIO = Metric("value norm of <s> over the others'", lambda of: of["value_norm_bos"] / of["value_norm_rest"])
+_VALUE_RATIO = Metric("value norm, <s> over others", lambda of: of["value_norm_bos"] / of["value_norm_rest"])
 _LOG_R, _LOG_SLOPE = Metric("log_r"), Metric("log_slope")
 _ONE = "one_layer"
 
