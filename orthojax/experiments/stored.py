@@ -51,7 +51,7 @@ _PROVENANCE = {
     "wall_seconds?": SECONDS,
 }  # fmt: skip
 _COMPUTED = {"variant": NAME, "overrides": {...: FIELD}, "metrics": {...: NUMBER}}
-_ROW = _COMPUTED | {"seed": SEED, "run?": TEXT, "given?": TRUE, "failed?": TEXT}
+_ROW = {"variant": NAME, "seed": SEED} | _COMPUTED | {"run?": TEXT, "given?": TRUE, "failed?": TEXT}
 COMPUTED = {"rows": [_COMPUTED]}
 RESULTS = {"experiment": NAME, "scale": NAME, "provenance": _PROVENANCE, "rows": [_ROW]}
 _PLACE = re.compile(r"/(?:layer|head|step)_(?![0-9]{1,7}(?:/|$))")
