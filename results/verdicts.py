@@ -78,7 +78,8 @@ def claims() -> str:
 
 def _line(judged: Judged) -> str:
     numbers = judged.cases[0].numbers[:1] if len(judged.cases) == 1 else []
-    shown = "".join(f" {escape_markdown(number)}." for number in numbers)
+    lacks = [f"Not testable: {of.lacks}" for of in judged.cases if len(judged.cases) == 1 and of.lacks]
+    shown = "".join(f" {escape_markdown(words)}." for words in [*numbers, *lacks])
     revised = " *Criterion revised after the data.*" if judged.first else ""
     return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{shown}{revised}"
 

@@ -90,11 +90,10 @@ def main(_: list[str]) -> None:
                 print(f"    published: --scale={scale} {published}")
         return
     study = find(FLAGS.experiment)
-    scale = FLAGS.scale or next(iter(study.published), study.scales[0])
+    results = read_results(study, *map(Path, FLAGS.report)) if FLAGS.report else None
+    scale = results.scale if results else FLAGS.scale or next(iter(study.published), study.scales[0])
     workdir = Path(FLAGS.workdir or f"runs/{study.name}-{scale}")
-    if FLAGS.report:
-        results = read_results(study, *map(Path, FLAGS.report))
-    else:
+    if results is None:
         keep_compiled_programs(FLAGS.compile_cache)
         seeds = study.seeds if given is None else given
         if FLAGS.only is None:
