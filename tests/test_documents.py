@@ -179,7 +179,7 @@ def test_config_of_the_guide_is_the_cured_model():
     exec(the_block("get_config", "train.md"), names)
     config = names["get_config"]()
     cure = {"model.normalizer": "softmax1", "model.norm": "rmsnorm_single", "model.use_bias": False}
-    cure |= {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual"}
+    cure |= {"optim.optimizer": "orthoadam", "optim.rotation.axes": "d_model"}
     assert config == replace(config, cure)
     for preset in (orthojax.gpt2("130m"), orthojax.llama2("130m")):
         assert (preset.normalizer, preset.norm == "rmsnorm_single") == ("softmax", False)
