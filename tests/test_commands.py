@@ -108,7 +108,7 @@ def test_core_works_without_extras(tmp_path):
     code += "import jax.numpy as jnp, numpy as np, orthojax\n"
     code += "from orthojax import analysis, ops, optim, quant\n"
     code += (
-        "optimizer, w = orthojax.orthoadam(1e-3, rotation=orthojax.Rotation(embeddings='')), {'w': jnp.ones((4, 4))}\n"
+        "optimizer, w = orthojax.orthoadam(1e-3, rotation=orthojax.Rotation(axes=4, embeddings='')), {'w': jnp.ones((4, 4))}\n"
     )
     code += "assert optimizer.update(w, optimizer.init(w), w)[0]['w'].shape == (4, 4)\n"
     code += "assert np.isclose(orthojax.softmax1(jnp.zeros(1))[0], 0.5)\n"
