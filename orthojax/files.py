@@ -77,7 +77,7 @@ def require_file(path: Path, what: str) -> None:
 
 def nearest_path(path: Path) -> str:
     """Returns the hint 'did you mean ...?' for a path whose last part is mistyped, or '' if none is near."""
-    if os.path.exists(path):
+    if os.path.lexists(path):
         return ""
     try:
         found = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)

@@ -213,15 +213,31 @@ def test_run_starts_from_the_config_of_another(trained, tmp_path):
     assert again == {part: values | changed.get(part, {}) for part, values in other.items()}
 
 
-def test_parsing_imports_nothing_heavy(tmp_path):
-    code = (
-        f"import runpy, sys, atexit\nsys.path.insert(0, '')\nsys.argv = ['train.py', '--config.train.steps=0']\n"
-        f"atexit.register(lambda: print(sorted(sys.modules.keys() & {{'jax', 'numpy', 'flax', 'orbax', 'optax'}})))\n"
-        f"runpy.run_path({str(ROOT / 'launch' / 'train.py')!r}, run_name='__main__')"
-    )
-    done = run_from_scratch("", cwd=tmp_path, code=code)
-    assert done.returncode == 2
-    assert done.stdout == "[]\n"
+LIGHT = [
+    *("train --config.train.steps=0", "train --config.train.init_from=/nowhere", "evaluate --checkpoint=/nowhere"),
+    *("analyze --model=a=/nowhere", "generate --model=/nowhere --prompt=a", "inspect /nowhere"),
+    *("reproduce --model=/nowhere", "analyze --model=/nowhere --checkpoints"),
+]
+
+
+def test_wrong_fields_and_missing_models_are_refused_before_heavy_imports(tmp_path):
+    code = f"""
+import os, sys
+from orthojax import commands
+for line in {LIGHT!r}:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    sys.argv = ["orthojax", *line.split()]
+    try:
+        commands.main()
+    except SystemExit as done:
+        print(done.code, sorted(sys.modules.keys() & {{"jax", "numpy", "flax", "orbax", "optax"}}), flush=True)
+        os._exit(0)
+"""
+    done = run_from_scratch("", cwd=tmp_path, code=f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
+    assert done.stdout.splitlines() == ["2 []"] * len(LIGHT), done.stderr
+    assert done.stderr.count("/nowhere") == len(LIGHT) - 1
 
 
 # Wrong files; tests/test_data_*.py have more of the data. (changed from the trained folder, arguments, words.)

@@ -95,6 +95,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     ],
 )
 def test_command_names_the_missing_extra(tmp_path, missing, command, extra):
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
     code = BLOCKED.format([missing]) + "from orthojax.commands import main\nmain()"
     done = run(*command, cwd=tmp_path, code=code)
     assert done.returncode == 2

@@ -16,6 +16,8 @@ from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError
+from orthojax.files import require_file
+from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
 
@@ -46,6 +48,7 @@ def main(_: list[str]) -> None:
         raise UserError(problem, allowed="one of --prompt=TEXT, --prompt_file=PATH, --prompt_ids=1,2,3")
     if FLAGS.bos and FLAGS.prompt_ids is not None:
         raise UserError("--bos with --prompt_ids", allowed="the BOS id as the first of --prompt_ids, or --prompt=TEXT")
+    find_place(FLAGS.model)
 
     from orthojax import load
     from orthojax.data import load_tokenizer
@@ -89,8 +92,6 @@ def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
 
 
 def _read(path: Path) -> str:
-    from orthojax.files import require_file
-
     require_file(path, "prompt file")
     try:
         return path.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError, nearest, printable
+from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
 SCALES = ("tiny", "deep", "overnight", "small", "paper")
@@ -71,7 +72,7 @@ def _command(workdir: Path) -> list[str]:
 def main(_: list[str]) -> None:
     if FLAGS.scale not in SCALES:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
-    given, models = _seeds(), cli.named_paths(FLAGS.model)
+    given, models = _seeds(), {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
 
     from orthojax.experiments.catalog import ALL, find
     from orthojax.experiments.report import print_report, write_report

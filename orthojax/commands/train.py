@@ -16,6 +16,7 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
+from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
 
@@ -106,6 +107,8 @@ def main(_: list[str]) -> None:
         _dry_run(config)
         return
     workdir = _workdir()
+    if config.train.init_from:
+        find_place(config.train.init_from)
 
     from orthojax.train import (
         check_workdir,
