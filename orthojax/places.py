@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import nearest_path, read_json
+from orthojax.files import nearest_path, read_json, require_utf8
 
 _RUNS = "a workdir, its checkpoints folder, or one step's folder"
 _MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
@@ -54,6 +54,7 @@ def find_checkpoint(path: Path) -> Path:
     if not os.path.isdir(path):  # pathlib raises for names that are too long
         problem = f"{path} is no folder" if os.path.exists(path) else f"no such checkpoint: {path}"
         raise UserError(problem, allowed=_RUNS, hint=nearest_path(path))
+    require_utf8(path, "checkpoint")
     path = path.absolute()
     for folder in (path / "checkpoints", path):
         # A folder of runs that are named by numbers is none of checkpoints.

@@ -1,6 +1,7 @@
 """What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
 
 import ctypes
+import io
 import os
 import platform
 import re
@@ -101,14 +102,15 @@ def _found(path: Path) -> Path:
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     for file in (path, *(home / name.with_suffix(".py") for home in homes)):
-        if file.is_file():
+        if os.path.isfile(file):  # pathlib raises for names that are too long
             return file
-    near = path.parent.iterdir() if path.parent.is_dir() else ()
+    near = path.parent.iterdir() if os.path.isdir(path.parent) and not os.path.lexists(path) else ()
     names = [str(file) for file in near if file.suffix in (".py", ".json")]
     names += [file.stem for home in _SHIPPED for file in home.glob("*.py")]
     inside = path / "config.json"
-    hint = f"did you mean {str(inside)!r}?" if inside.is_file() else nearest(str(path), names)
-    raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=hint)
+    hint = f"did you mean {str(inside)!r}?" if os.path.isfile(inside) else nearest(str(path), names)
+    problem = f"no config file: {path}" if os.path.lexists(path) else f"no such config file: {path}"
+    raise UserError(problem, allowed=_CONFIG_FILE, hint=hint)
 
 
 def _config_from_file(path: Path) -> Config:
@@ -121,7 +123,7 @@ def _config_from_file(path: Path) -> Config:
         config = get_config() if callable(get_config) else None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # the file is the user's
+    except (Exception, GeneratorExit, SystemExit) as error:  # the file is the user's
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
         raise UserError(f"config file {path}{where}: {type(error).__name__}: {error}") from error
@@ -255,6 +257,8 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
 
     The docstring of its module is the help; `positional` says what an argument is, '' that there is none.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is escaped, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     keep_freed_memory()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.

@@ -87,6 +87,8 @@ def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
         except ValueError:
             raise UserError(f"--prompt_ids={','.join(FLAGS.prompt_ids)}", allowed="integers, as in 1,2,3") from None
     text = _read(Path(FLAGS.prompt_file)) if FLAGS.prompt is None else FLAGS.prompt
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"--prompt={text[:100]!r} is not UTF-8", allowed="text in UTF-8")
     ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([text])[0].tolist()
     return ids or [tokenizer.bos_id]  # of an empty text
 

@@ -36,7 +36,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_bool("dry_run", False, "Estimate what the run would take, compile its step and exit; no data is read.")
-    flags.DEFINE_integer("pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1)
+    flags.DEFINE_integer(
+        "pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1, upper_bound=2048
+    )
 
 
 def _workdir() -> Path:
