@@ -38,7 +38,7 @@ _overrides: dict[str, str] = {}
 
 def define_config() -> None:
     """Defines `--config=FILE`; `load_config` reads it and the `--config.x=` overrides."""
-    flags.DEFINE_string("config", None, f"{_CONFIG_FILE}; the defaults without it.")
+    flags.DEFINE_string("config", None, f"{_CONFIG_FILE}; the defaults without it. A Python file is executed.")
 
 
 def define_cache_dir() -> None:
@@ -48,7 +48,7 @@ def define_cache_dir() -> None:
 
 def define_compile_cache() -> None:
     """Defines `--compile_cache`, for `orthojax.train.keep_compiled_programs`."""
-    what = "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla."
+    what = "Folder of compiled programs (native code), shared by runs; '' for none. Default ~/.cache/orthojax/xla."
     flags.DEFINE_string("compile_cache", None, what)
 
 
