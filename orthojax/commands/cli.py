@@ -9,6 +9,8 @@ import runpy
 import signal
 import sys
 import textwrap
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -250,6 +252,20 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.items()])
+
+
+def stop_without(parent: int) -> None:
+    """Stops this process as SIGTERM does, which saves its state, when the one that started it is gone, even by kill -9.
+
+    `parent` is the number of that process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:

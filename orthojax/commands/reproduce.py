@@ -5,6 +5,7 @@ CPU cores. Writes results.json, report.md, report.html and figures/ under the wo
 what is done. --list shows all experiments. --report writes the report of a results.json again.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def _command(workdir: Path) -> list[str]:
     given = [f"--{name}={FLAGS[name].value}" for name in names] + [f"--workdir={workdir}"]
     given += [f"--model={','.join(FLAGS.model)}"] if FLAGS.model else []
     given += [f"--compile_cache={FLAGS.compile_cache}"] if FLAGS.compile_cache is not None else []
-    return [sys.executable, "-m", "orthojax", "reproduce", *given]
+    start = f"from orthojax import commands; commands.cli.stop_without({os.getpid()}); commands.main()"
+    return [sys.executable, "-c", start, "reproduce", *given]
 
 
 def main(_: list[str]) -> None:
