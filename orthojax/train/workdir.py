@@ -49,7 +49,11 @@ def claimed(workdir: Path, config: Config) -> Iterator[Callable[[], None]]:
             allowed = "another --workdir, or to wait until it ends"
             raise UserError(f"another process is training in {workdir}", allowed=allowed)
         check_workdir(workdir, config)
-        yield check
+        try:
+            yield check
+        except (OSError, UserError):  # which a checkpoint that finds no folder raises as well
+            check()
+            raise
         check()
 
 
