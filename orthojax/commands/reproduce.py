@@ -1,7 +1,7 @@
 """Reproduces one experiment: orthojax reproduce --experiment=quick --scale=tiny --seeds=0,1,2.
 
-Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
-CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
+Without flags it runs the main job: two small language models on real text, vanilla and cured, for which two CPU cores
+are enough. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
 what is done. --list shows all experiments. --report writes the report of a results.json again.
 """
 

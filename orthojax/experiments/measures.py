@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -42,16 +44,41 @@ class Measure:
     measure: Callable[[LoadedModel, Inputs, Say], Measured]
 
     def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> dict[str, float]:
-        """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them."""
+        """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
+
+        What was changed since, by its sha256 (which older files lack), is measured again.
+        """
         path = folder / "measured" / f"{self.name}.json"
-        if not path.exists():
-            measured = self.measure(load(), inputs, say)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if measured.arrays:  # first, so that the metrics stand for both
-                save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
-                write_atomically(path.with_suffix(".npz"), save)
-            write_text(path, json.dumps(finite(measured.metrics), indent=2) + "\n")
-        return read_json(path, f"measurement {self.name}")
+        if (stored := _stored(path)) is not None:
+            return stored
+        measured = self.measure(load(), inputs, say)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if measured.arrays:  # first, so that the metrics stand for both
+            save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
+            write_atomically(path.with_suffix(".npz"), save)
+        metrics = finite(measured.metrics)
+        write_text(path, json.dumps(metrics | {"sha256": _digest(path, metrics)}, indent=2) + "\n")
+        return metrics
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        metrics = read_json(path, "measurement")
+        if metrics.pop("sha256", None) in (None, _digest(path, metrics)):
+            return metrics
+        problem = f"{path} or its arrays were changed"
+    except UserError as error:
+        problem = str(error).partition("\n")[0]
+    print(f"warning: {problem}; measuring again", file=sys.stderr)
+    return None
+
+
+def _digest(path: Path, metrics: Mapping[str, Any]) -> str:
+    arrays = path.with_suffix(".npz")
+    content = json.dumps(metrics).encode() + (arrays.read_bytes() if arrays.exists() else b"")
+    return hashlib.sha256(content).hexdigest()
 
 
 def by_layer(name: str, values: np.ndarray) -> dict[str, float]:
