@@ -9,26 +9,37 @@ _SEPARATED = 1e7  # what is larger has an exponent: nobody counts the digits
 def number(value: float) -> str:
     """Writes three significant digits; whole numbers with thousands separators from 100 up to ten million.
 
-    >>> number(7.283), number(14731.6), number(4.463e15)  # the last as of a run that diverged
-    ('7.28', '14,732', '4.46e+15')
+    >>> number(7.283), number(14731.6), number(4.463e15), number(-0.0)  # the third as of a run that diverged
+    ('7.28', '14,732', '4.46e+15', '0')
     """
-    return f"{value:,.0f}" if 100 <= abs(value) < _SEPARATED else f"{value:.3g}"
+    return f"{value:,.0f}" if 100 <= abs(value) < _SEPARATED else f"{value + 0.0:.3g}"
 
 
 def signed(value: float) -> str:
-    """Writes a number as `number` does, with its sign."""
-    return f"{value:+,.0f}" if 100 <= abs(value) < _SEPARATED else f"{value:+.3g}"
+    """Writes a number as `number` does, with its sign; 0 has none."""
+    return f"+{number(value)}" if value > 0 else number(value)
+
+
+def share(value: float) -> str:
+    """Writes a fraction in percent, to three digits and a thousandth of a percent.
+
+    >>> share(0.17684), share(2e-6), share(1.0)
+    ('17.7%', '0%', '100%')
+    """
+    return f"{number(_percentage(value))}%"
 
 
 def percent(value: float) -> str:
-    """Writes a relative change in percent, with its sign.
+    """Writes a relative change in percent, as `share`, with its sign.
 
-    >>> percent(0.05), percent(12.3), percent(2e12)
-    ('+5.00%', '+1,230%', '+2e+14%')
+    >>> percent(0.05), percent(12.3), percent(2e12), percent(-4e-6)
+    ('+5%', '+1,230%', '+2e+14%', '0%')
     """
-    if abs(value) < 1:
-        return f"{value:+.2%}"
-    return f"{value:+,.0%}" if abs(value) < _SEPARATED else f"{100 * value:+.3g}%"
+    return f"{signed(_percentage(value))}%"
+
+
+def _percentage(value: float) -> float:
+    return round(100 * value, 3) + 0.0 if abs(value) < _SEPARATED else 100 * value  # no -0
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:

@@ -1,21 +1,24 @@
 """Judges all committed results: python results/verdicts.py [--write].
 
 Without flags it compares the verdicts with results/verdicts.json, those under the first criteria of revised claims
-included, and exits with 1 if any differs. With --write it writes verdicts.json, every report.md and docs/claims.md.
+included, and exits with 1 if any differs. With --write it writes verdicts.json, every report.md with its
+committed figures, and docs/claims.md.
 """
 
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from orthojax.experiments.catalog import ALL
 from orthojax.experiments.claims import Judged, judge
-from orthojax.experiments.report import escape_markdown, markdown
+from orthojax.experiments.report import Report, escape_markdown, markdown, svg
 from orthojax.experiments.results import Results
-from orthojax.experiments.study import Study, make_report, read_results
+from orthojax.experiments.study import Study, command, make_report, read_results
 
 RESULTS = Path(__file__).parent
+PUBLISHED = RESULTS.parent / "orthojax/experiments/published.json"  # beside the code, for a wheel has no results
 CLAIMS = RESULTS.parent / "docs" / "claims.md"
 SYMBOLS = {"holds": "+", "does not hold": "-", "not testable": "?", "not measured": "0"}
 
@@ -46,11 +49,16 @@ def verdicts() -> dict[str, dict[str, str]]:
     return found
 
 
-def report(results: Results) -> str:
-    """Returns the report in Markdown, with the pictures whose files are committed."""
+def with_committed_pictures(results: Results) -> Report:
+    """Returns the report with the pictures whose files are committed."""
     made = make_report(results)
     figures = folder(results.study, results.scale) / "figures"
-    return markdown(made._replace(pictures=[of for of in made.pictures if (figures / f"{of.name}.svg").exists()]))
+    return made._replace(pictures=[of for of in made.pictures if (figures / f"{of.name}.svg").exists()])
+
+
+def report(results: Results) -> str:
+    """Returns the report in Markdown."""
+    return markdown(with_committed_pictures(results))
 
 
 def claims() -> str:
@@ -63,25 +71,40 @@ def claims() -> str:
     for study, scale, results in committed():
         path = (folder(study, scale) / "report.md").relative_to(RESULTS.parent)
         of_scale = "" if scale == "tiny" or not study.runs else f", scale {scale}"
-        seeds = f"seed{'s' if len(results.seeds) > 1 else ''} {', '.join(map(str, results.seeds))}"
-        lines.append(f"## {escape_markdown(study.title)}{of_scale}\n\n[`{study.name}`](../{path}), {seeds}.")
+        lines.append(f"## {escape_markdown(study.title)}{of_scale}\n\n`{command(results)}` ([report](../{path}))")
         lines.append("\n".join(_line(judge(claim, results)) for claim in study.claims) or "No claims: a map.")
     return "\n\n".join(lines) + "\n"
 
 
 def _line(judged: Judged) -> str:
     numbers = judged.cases[0].numbers[:1] if len(judged.cases) == 1 else []
-    shown = "".join(f" {escape_markdown(number)}." for number in numbers)
+    lacks = [f"Not testable: {of.lacks}" for of in judged.cases if len(judged.cases) == 1 and of.lacks]
+    shown = "".join(f" {escape_markdown(words)}." for words in [*numbers, *lacks])
     revised = " *Criterion revised after the data.*" if judged.first else ""
     return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{shown}{revised}"
 
 
+def published() -> str:
+    """Returns published.json: study -> scale -> seeds, minutes and machine of the committed results, a line each."""
+    found: dict[str, dict[str, Any]] = {}
+    for study, scale, results in committed():
+        of = results.raw["provenance"]
+        minutes = float(f"{of.get('wall_seconds', 0) / 60 / len(results.seeds):.3g}")
+        made = ", ".join((of["date"], of["device"]))
+        found.setdefault(study.name, {})[scale] = {"seeds": results.seeds, "minutes": minutes, "made": made}
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(of)}" for name, of in found.items()) + "\n}\n"
+
+
 def write() -> None:
-    """Writes verdicts.json, every report.md and docs/claims.md."""
+    """Writes verdicts.json, published.json, every report.md and docs/claims.md."""
+    PUBLISHED.write_text(published())
     text = ",\n".join(f"{json.dumps(key)}: {json.dumps(of)}" for key, of in verdicts().items())
     (RESULTS / "verdicts.json").write_text(f"{{\n{text}\n}}\n")
     for study, scale, results in committed():
-        (folder(study, scale) / "report.md").write_text(report(results))
+        made = with_committed_pictures(results)
+        (folder(study, scale) / "report.md").write_text(markdown(made))
+        for picture in made.pictures:
+            (folder(study, scale) / "figures" / f"{picture.name}.svg").write_bytes(svg(picture.figure))
     CLAIMS.write_text(claims())
 
 

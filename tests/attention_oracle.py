@@ -69,11 +69,14 @@ def weights(x, sees, normalizer):
     return y
 
 
-def reference(q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_window_size=None, **hides):
-    """Computes attention by its definition, [B, T, N, H] in float64."""
+def reference(
+    q, k, v, bias=0.0, *, normalizer="softmax1", scale=None, local_window_size=None, logits_soft_cap=None, **hides
+):
+    """Computes attention by its definition, [B, T, N, width of v] in float64."""
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, group, 2) for a in (k, v))
     x = np.einsum("BTNH,BSNH->BNTS", q, k) * (q.shape[3] ** -0.5 if scale is None else scale) + bias
+    x = x if logits_soft_cap is None else logits_soft_cap * np.tanh(x / logits_soft_cap)
     y = weights(x, visible(x.shape, window=local_window_size, **hides), normalizer)
     if hides.get("query_seq_lengths") is not None:
         y = y * (np.arange(q.shape[1])[None, None, :, None] < hides["query_seq_lengths"][:, None, None, None])
@@ -89,7 +92,7 @@ def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance,
     """
     learned = isinstance(normalizer, np.ndarray)
     point = [np.asarray(jnp.asarray(a), np.float64) for a in (*arrays, *([normalizer] if learned else []))]
-    weights = normal(*point[0].shape, seed=6)
+    weights = normal(*point[0].shape[:3], point[2].shape[3], seed=6)
     fixed = {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
 
     def call(function, point, fixed):

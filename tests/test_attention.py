@@ -74,6 +74,11 @@ CASES = {
     "plain, one key head": (11, 5, 1, {"scale": 0.7}),
     "more queries than keys, causal": (11, 4, 2, {"is_causal": True}),
     "window": (10, 10, 4, {"local_window_size": (2, 1)}),
+    "window to the left, narrow values": (10, 10, 2, {"local_window_size": (3, 0), "value": normal(B, 10, 2, 5)}),
+    "window of later keys, soft cap, scale of each": (7, 11, 2, {"local_window_size": (-1, 2), "logits_soft_cap": 0.8,
+                                                                 "scale": normal(1, N, 7, 11)}),
+    "window of earlier keys, scale of heads": (8, 8, 4, {"local_window_size": (2, -1), "is_causal": True,
+                                                         "scale": normal(N, 1, 1)}),
     "causal window, grouped": (10, 10, 2, {"local_window_size": 3, "is_causal": True}),
     "window beyond the keys": (11, 5, 4, {"local_window_size": (1, 0)}),
     "mask with an empty row": (8, 8, 2, {"mask": _mask(B, N, 8, 8), "is_causal": True,
@@ -87,8 +92,9 @@ CASES = {
 }  # fmt: skip
 # What one query sees matters to all normalizers alike; these differ in what they do with the other keys.
 KINDS = ["softmax", "softmax1", "relu"]  # they differ in the keys that a query does not see
-WITH_GRADIENTS = ("causal window, grouped", "everything")
-BY_CUDNN = [case for case in CASES if case not in ("window", "window beyond the keys", "everything")]
+WITH_GRADIENTS = ("causal window, grouped", "window of later keys, soft cap, scale of each", "everything")
+NOT_BY_CUDNN = ("window", "window beyond the keys", "everything")
+BY_CUDNN = [case for case in CASES if case not in NOT_BY_CUDNN and "scale of" not in case]
 SINKS = ["softmax", "softmax1", "softmax_n", 3.0, 0.0]
 QUICK = {case: [KINDS[i % 3]] for i, case in enumerate(CASES)} | {"everything": list(NORMALIZERS)}
 CONTRACT = [("xla_chunked", case, names) for case, names in QUICK.items()]
@@ -101,6 +107,7 @@ def test_output_and_gradients_are_the_definition(attend, implementation, case, n
     t, s, kv_heads, options = CASES[case]
     options, by_xla = dict(options), implementation in IMPLEMENTATIONS
     arrays = [*qkv(t, s, kv_heads), *([options.pop("bias")] if "bias" in options else [])]
+    arrays[2] = options.pop("value", arrays[2])
     tolerances = {"rtol": 1e-11, "atol": 1e-13, "slope_tolerance": 1e-7}
     tolerances = tolerances if by_xla else dict.fromkeys(tolerances, 1e-5)
     with jax.enable_x64(by_xla):
@@ -117,7 +124,9 @@ MASK[..., 0] = True
 BIAS = normal(B, N, T, S, seed=2, dtype=np.float32)
 EVERYTHING = {"mask": jnp.asarray(MASK), "is_causal": True, **LENGTHS}
 JAX_NN = [(T, S, 2, EVERYTHING | {"scale": 1.3}), (T, S, 2, {"local_window_size": (1, 0), "is_causal": True})]
-JAX_NN += [(1, 9, 2, {}), (13, 13, N, {"is_causal": True})]
+JAX_NN += [(1, 9, 2, {}), (13, 13, N, {"is_causal": True}), (T, S, N, {"local_window_size": np.array([-1, 3])})]
+JAX_NN += [(T, S, N, {"local_window_size": 2, "scale": np.arange(1.0, 5.0, dtype=np.float32).reshape(1, N, 1, 1)})]
+JAX_NN += [(T, S, 2, {"scale": np.float32(0.7), "bias": np.arange(S).reshape(1, 1, 1, S)})]
 
 
 def _results(attend, *arrays):
@@ -137,6 +146,27 @@ def test_softmax_is_jax_nn_dot_product_attention(t, s, kv_heads, options):
     ours = _results(partial(dot_product_attention, normalizer="softmax", **options), *arrays)
     for a, b in zip(ours, _results(partial(jax.nn.dot_product_attention, **options), *arrays), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"), [("xla", "softmax"), ("xla_chunked", "softmax"), ("xla_chunked", "softmax1")]
+)
+def test_windows_may_differ_between_the_layers_of_a_scan(attend, name):
+    windows, (q, k, v) = np.array([2, 9, 0, -1]), _arrays(10, 10, 2)
+
+    def layer(total, window):
+        options = {"normalizer": name, "scale": 0.1 * (window + 2)}
+        causal = attend(q, k, v, local_window_size=(window, 0), is_causal=True, **options)
+        return total + causal, attend(q, k, v, local_window_size=window, **options)
+
+    total, outputs = jax.jit(lambda windows: jax.lax.scan(layer, jnp.zeros_like(q), windows))(windows)
+    arrays = [np.asarray(a, np.float64) for a in (q, k, v)]
+    of = [{"normalizer": name, "scale": 0.1 * (w + 2)} for w in windows]
+    expected = [reference(*arrays, local_window_size=w, **o) for w, o in zip(windows, of, strict=True)]
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+    causal = {"is_causal": True}
+    expected = (reference(*arrays, local_window_size=(w, 0), **causal, **o) for w, o in zip(windows, of, strict=True))
+    np.testing.assert_allclose(total, sum(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_softmax1_is_softmax_with_a_zero_key():
@@ -294,7 +324,12 @@ def _zeros(shape, dtype=np.float32):
         ({"mask": _zeros((1, 1, 5, 7))}, "mask"),
         ({"implementation": "cuda"}, "'cuda'"),
         ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"),
-        *(({"local_window_size": window}, "local_window_size") for window in (-1, (1, 2, 3), 1.5)),
+        ({"value": _zeros((2, 7, 4, 8))}, "widths only"),
+        ({"bias": _zeros((2, 4, 5, 7), bool)}, "bool; what hides keys is a mask"),
+        ({"scale": _zeros((3, 1, 1))}, "scale"),
+        ({"scale": [0.5]}, "scale"),
+        *(({"logits_soft_cap": cap}, "logits_soft_cap") for cap in (0.0, np.inf, np.ones(1))),
+        *(({"local_window_size": window}, "local_window_size") for window in ("1", (1, 2, 3), 1.5, np.ones(2))),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(options, problem):

@@ -15,6 +15,7 @@ import orthojax
 from orthojax.model import Transformer, gpt2
 from orthojax.ops import dot_product_attention
 from orthojax.ops.attention import xla
+from orthojax.ops.attention.dot_product import fastest
 
 Q, K, V = (jnp.asarray(a, jnp.float32) for a in qkv(8, 8, batch=1))
 
@@ -32,6 +33,26 @@ def traced(length, **options):
 def test_large_weights_are_computed_in_chunks(length, causal, in_chunks):
     assert ("scan[" in traced(length, is_causal=causal)) is in_chunks
     assert "scan[" not in traced(length, is_causal=causal, implementation="xla")
+
+
+# Sizes are B, T, N, S.
+@pytest.mark.parametrize(
+    ("platform", "sizes", "options", "expected"),
+    [
+        ("gpu", (128, 256, 12, 256), {}, "cudnn"),
+        ("gpu", (8, 4096, 12, 4096), {"is_causal": True}, "cudnn"),
+        ("tpu", (1, 128, 2, 128), {}, "splash"),
+        ("gpu", (8, 1, 12, 4096), {}, "xla"),
+        ("gpu", (32, 1024, 12, 1024), {"with_kernel": False}, "xla_chunked"),
+        ("gpu", (1, 1024, 12, 1024), {"with_kernel": False}, "xla"),
+        ("cpu", (1, 512, 2, 512), {"is_causal": True}, "xla"),
+        ("cpu", (1, 1024, 2, 1024), {"is_causal": True}, "xla_chunked"),
+        ("cpu", (1, 2048, 2, 2048), {}, "xla"),
+        ("cpu", (1, 4096, 2, 4096), {}, "xla_chunked"),
+    ],
+)
+def test_the_fastest_is_chosen_by_platform_and_size(platform, sizes, options, expected):
+    assert fastest(platform, *sizes, **options) == expected
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("gpu", "cudnn"), ("tpu", "splash")])
@@ -172,6 +193,41 @@ def test_nnx_says_causal_when_called_or_decoding():
         np.testing.assert_allclose(causal(X[:, t : t + 1]), whole[:, t : t + 1], rtol=1e-5, atol=1e-6)
 
 
+def sowing_linen(attention_fn, broadcast):
+    options = {"dropout_rate": 0.5, "broadcast_dropout": broadcast}
+    layer = nn.MultiHeadAttention(num_heads=HEADS, attention_fn=attention_fn, **options)
+    inputs, mask, rngs = jnp.stack([X, 2 * X]), PADDING * CAUSAL, {"dropout": jax.random.key(3)}
+    params = layer.init(jax.random.key(1), inputs, deterministic=True)["params"]
+    call = functools.partial(layer.apply, {"params": params}, inputs, mask=mask, mutable=["intermediates"], rngs=rngs)
+    output, sown = call(deterministic=False, sow_weights=True)
+    return output, sown["intermediates"]["attention_weights"][0]
+
+
+def sowing_nnx(attention_fn, broadcast):
+    options = {"dropout_rate": 0.5, "broadcast_dropout": broadcast, "rngs": nnx.Rngs(1)}
+    layer = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=attention_fn, decode=False, **options)
+    call = nnx.capture(layer, nnx.Intermediate)
+    output, sown = call(X, mask=PADDING * CAUSAL, deterministic=False, sow_weights=True)
+    return output, sown["attention_weights"][0]
+
+
+@pytest.mark.usefixtures("flax_promotes_ranks")
+@pytest.mark.parametrize("library", [sowing_linen, sowing_nnx])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_weights_are_sown_and_dropped_as_by_flax(library, broadcast):
+    flax_attention = nn.dot_product_attention if library is sowing_linen else nnx.dot_product_attention
+    for got, expected in zip(
+        library(orthojax.attention_fn("softmax"), broadcast), library(flax_attention, broadcast), strict=True
+    ):
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    weights = np.asarray(library(orthojax.attention_fn("softmax1"), broadcast)[1], np.float64)
+    total = np.asarray(expected, np.float64)
+    np.testing.assert_array_equal(weights > 0, total > 0)
+    assert (weights.sum(-1) < 1.0).all()
+    np.testing.assert_allclose(weights / weights.sum(-1, keepdims=True), total, rtol=1e-4, atol=1e-6)
+
+
 def test_more_batch_axes_are_one():
     q, k, v = (jnp.asarray(normal(2, 3, LENGTH, HEADS, 4, seed=i), jnp.float32) for i in range(3))
     mask = jnp.asarray(normal(3, 1, LENGTH, LENGTH) < 0.1)  # shared by the first of the two
@@ -184,15 +240,15 @@ def test_more_batch_axes_are_one():
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"dropout_rate": 0.1}, "dropout"),
+        ({"dropout_rate": 0.1}, "drop by 'splash'"),
+        ({"module": object()}, "sow"),  # of a flax layer that sows weights
         ({"precision": "highest"}, "precision"),
-        ({"module": object()}, "sown"),  # of a flax layer that sows weights
         ({"qk_attn_weights_einsum": jnp.einsum}, "einsum"),
     ],
 )
 def test_ignored_arguments_of_flax_are_refused(asked, problem):
     with pytest.raises(NotImplementedError, match=problem):
-        orthojax.attention_fn()(HEADED, HEADED, HEADED, **asked)
+        orthojax.attention_fn(implementation="splash")(HEADED, HEADED, HEADED, **asked)
     inactive = {"dropout_rate": 0.1, "deterministic": True}
     assert orthojax.attention_fn()(HEADED, HEADED, HEADED, **inactive).shape == HEADED.shape
 

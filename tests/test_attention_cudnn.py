@@ -224,6 +224,24 @@ def test_one_kernel_forward_and_one_backward(normalizer):
     assert ("exponential" in text or "logistic" in text) == (normalizer != "softmax")  # no gate without a sink
 
 
+@pytest.mark.parametrize("normalizer", ["softmax1", "softmax"])
+def test_a_window_to_the_left_is_compiled_as_causal(normalizer):
+    """The kernel takes the left side alone: without the causal mask every query would see all later keys."""
+    attend = partial(dot_product_attention, implementation="cudnn", local_window_size=(3, 0), normalizer=normalizer)
+    _, text = _for_cuda(jax.grad(lambda *arrays: jnp.sum(attend(*arrays).astype(jnp.float32))), *HALF[:3])
+    text = text.replace("\\22", "")  # quotation marks
+    assert re.findall(r"mask_type: (\w+)", text) == ["CAUSAL"] * 2
+    assert re.findall(r"sliding_window_length: (\d+)", text) == ["4"] * 2  # its own position is one of them
+
+
+def test_a_window_that_tracing_does_not_know_is_refused():
+    def attend(window):
+        return dot_product_attention(*HALF[:3], is_causal=True, local_window_size=window, implementation="cudnn")
+
+    with pytest.raises(NotImplementedError, match="known when tracing"):
+        jax.eval_shape(attend, 3)
+
+
 @pytest.mark.parametrize(("wanted", "mask", "has_gradient"), [(0, False, False), (3, False, True), (0, True, False)])
 def test_the_bias_has_a_gradient_if_wanted(wanted, mask, has_gradient):
     def loss(q, k, v, bias):
@@ -245,6 +263,8 @@ def test_the_bias_has_a_gradient_if_wanted(wanted, mask, has_gradient):
     [
         ({"normalizer": "relu"}, "'relu'"),
         ({"scale": jnp.float32(0.5)}, "scale"),
+        ({"logits_soft_cap": 50.0}, "soft cap"),
+        ({"local_window_size": (-1, 0)}, "window"),
         ({"dtype": jnp.float32}, "float32"),
         ({"width": 12}, "12"),
         ({"length": 5, "mask": jnp.ones((5, 5), bool)}, "even"),

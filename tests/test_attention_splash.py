@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attend_by_splash, check_definition, qkv
+from attention_oracle import attend_by_splash, check_definition, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
@@ -24,6 +24,8 @@ CASES = {
     "softmax-1, odd lengths, padded keys": (130, 260, 1, "softmax1", {"scale": 1.3,
                                                                       "key_value_seq_lengths": np.array([259, 1])}),
     "softmax_n, window, rows without keys": (130, 100, 2, 0.5, {"local_window_size": (9, 3)}),
+    "softmax-1, wide values, soft cap, window": (130, 130, 2, "softmax1", {
+        "local_window_size": (20, 0), "logits_soft_cap": 1.5, "scale": 2.0, "value": normal(2, 130, 2, 70)}),
     "sinks, one query": (1, 5, 2, SINKS, {}),
     "softmax, plain": (128, 256, 2, "softmax", {}),
     "softmax_n with n = 0, both lengths": (130, 100, 2, 0.0, ENDS),
@@ -34,8 +36,10 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("case", quick_and_slow(CASES, list(CASES)[2:]))
 def test_output_and_gradients_are_the_definition(case):
     T, S, kv_heads, normalizer, options = CASES[case]
+    query, key, value = qkv(T, S, kv_heads)
+    arrays, options = (query, key, options.get("value", value)), {n: o for n, o in options.items() if n != "value"}
     tolerances = {"rtol": 1e-5, "atol": 2e-6, "slope_tolerance": 1e-5}
-    _, gradients = check_definition(attend_by_splash, qkv(T, S, kv_heads), normalizer, **tolerances, **options)
+    _, gradients = check_definition(attend_by_splash, arrays, normalizer, **tolerances, **options)
     if isinstance(normalizer, np.ndarray):
         assert gradients[3][3] == 0.0  # a head without a sink
 
@@ -174,6 +178,8 @@ def test_remat_that_keeps_attn_out_runs_attention_once():
         ({"bias": jnp.zeros((1, 1, 128, 128))}, "bias=None"),
         ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "mask"),
         ({"normalizer": "relu"}, "'relu'"),
+        ({"scale": jnp.ones((4, 1, 1))}, "scale"),
+        ({"local_window_size": (3, -1)}, "window"),
         ({"dtypes": [jnp.bfloat16, jnp.float32, jnp.float32]}, "bfloat16, float32"),
     ],
 )

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -108,12 +109,37 @@ def test_large_logits_and_unweighted_targets_are_harmless():
         np.testing.assert_array_equal(a, b)
 
 
-def test_weights_have_no_gradient():
-    hidden, kernel, targets, weights = problem()
-    loss = lambda hidden, kernel, weights: 3.0 * loss_of(targets, weights)(hidden, kernel)  # noqa: E731
-    value, (dx, dW, dweights) = jax.value_and_grad(loss, (0, 1, 2))(hidden, kernel, weights)
-    assert_near((value / 3.0, dx / 3.0, dW / 3.0), (hidden, kernel, targets, weights))
-    assert (dweights == 0.0).all()
+def dense_sum(hidden, kernel, targets, weights):
+    """Is the weighted sum of optax's losses, without targets below 0."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, jnp.maximum(targets, 0))
+    return jnp.sum(jnp.where(targets < 0, 0.0, weights * losses))
+
+
+@pytest.mark.parametrize("positions", [2, 7])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_have_the_gradient_of_the_dense_loss(x64, positions, rows):
+    hidden, kernel, targets, weights = (jnp.asarray(a) for a in problem(rows=rows))
+    hidden, kernel, weights = (a.astype(jnp.float64) for a in (hidden, kernel, weights))
+    targets = targets.at[:, 2].set(-100)
+    weights = weights.at[:, 2].set(0.0).at[:, 3].set(0.5)
+    chunked = lambda *a: 3.0 * loss_of(targets, a[2], positions)(*a[:2])  # noqa: E731
+    dense = lambda *a: 3.0 * dense_sum(*a[:2], targets, jnp.broadcast_to(a[2], targets.shape))  # noqa: E731
+    got, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(hidden, kernel, weights) for f in (chunked, dense))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("target", [-100, -1, 11, 2**31 - 1])
+def test_a_target_that_is_no_id_makes_the_loss_nan(target):
+    hidden, kernel, targets, weights = problem(V=11)
+    for position in (0, 5):  # the last chunk begins early, at 5
+        wrong, one = jnp.asarray(targets).at[1, position].set(target), weights.at[:, position].set(1.0)
+        assert jnp.isnan(loss_of(wrong, one)(hidden, kernel))
+        losses = cross_entropy_nats(hidden @ kernel, wrong)
+        np.testing.assert_array_equal(np.argwhere(np.isnan(losses)), [[1, position]])
+        none = weights.at[:, position].set(0.0)
+        results = (chunked(hidden, kernel, t, none, 2) for t in (wrong, jnp.asarray(targets)))
+        jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 # What is computed, and in which memory.

@@ -1,5 +1,6 @@
 """Claims as expressions: verdicts by hand, criteria that say what is computed, cases, seeds, missing runs."""
 
+import dataclasses
 import operator
 import re
 
@@ -28,8 +29,10 @@ from orthojax.experiments.claims import (
     rising,
     smallest,
 )
+from orthojax.experiments.report import Cell
 from orthojax.experiments.results import pairs
-from orthojax.experiments.study import Study, results_of
+from orthojax.experiments.study import Study, make_report, results_of
+from orthojax.experiments.tables import Paired
 
 X, Y = Metric("x"), Metric("y")
 
@@ -264,3 +267,50 @@ def test_shared_criteria_are_those_of_their_formulas():
     assert verdict(Claim("", (left < 0.2001) & (left > 0.1999)), **rows) == "holds"
     assert verdict(Claim("", excess_left("a", "b") > 1), a=before, b={"first_attention_fraction": 0.0}) == "holds"
     assert verdict(Claim("", abs(lost("int8_coarse")["a"] - 0.2) < 1e-9), **rows) == "holds"
+
+
+MASS, KURTOSIS = Metric("first_attention_mass"), Metric("kurtosis_rest")
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        (MASS["*"] > 2 * Metric("z")["*"], "attention mass on the first token: a 14%, needs more than 14.8%"),
+        (KURTOSIS["*"] >= 4, "kurtosis, other tokens: a 3.33, needs at least 4"),
+        ((KURTOSIS["*"] > 3).in_every_seed(), "kurtosis, other tokens: a 2.33, needs more than 3 in every seed"),
+        ((MASS["*"] > 0) & (KURTOSIS["*"] > 4), "kurtosis, other tokens: a 3.33, needs more than 4"),
+        ((MASS["*"] > 1) & (KURTOSIS["*"] > 4), "attention mass on the first token: a 14%, needs more than 100%"),
+        ((MASS["*"] < 0) | (KURTOSIS["*"] > 4),
+         "attention mass on the first token: a 14%, needs less than 0%, "
+         "or kurtosis, other tokens: a 3.33, needs more than 4"),
+        (largest(KURTOSIS["*"], MASS["*"]) > 4,
+         "largest of kurtosis, other tokens and attention mass on the first token: a 333%, needs more than 400%"),
+        (~(KURTOSIS["*"] > 3), "needs not kurtosis_rest of a > 3"),
+    ],
+)  # fmt: skip
+def test_what_is_not_testable_says_why_in_numbers(given, lacks):
+    rows = [{"kurtosis_rest": 3.33 + shift, "first_attention_mass": 0.14, "z": 0.074} for shift in (-1, 1)]
+    (case,) = judge(Claim("", MASS["*"] < 0.5, given, cases=["a"]), made_up(a=rows)).cases
+    assert (case.testable, case.lacks) == (False, lacks)
+
+
+def paired(vanilla, cured, **fields):
+    tables = [Paired("", "vanilla", "cured", changes="kurtosis_rest", differences="first_attention_mass")]
+    seeds = [[{"kurtosis_rest": k, "first_attention_mass": m} for k, m in of] for of in (vanilla, cured)]
+    found = made_up(vanilla=seeds[0], cured=seeds[1])
+    found.study = dataclasses.replace(found.study, tables=tables, **fields)
+    ((_, *cells),) = make_report(found).tables[0].rows
+    return cells
+
+
+def test_of_fewer_than_three_seeds_both_values_are_shown():
+    cells = paired([(2, 0.3), (1, 0.2)], [(1, 0.1), (30, 0.2)])
+    assert cells == [Cell("-50% and +2,900%"), Cell("-20 points and 0 points")]
+    assert paired([(2, 0.3)], [(1, 0.1)]) == [Cell("-50%"), Cell("-20 points")]
+
+
+def test_nothing_is_bold_that_is_not_testable():
+    runs = [(8, 0.14), (8.1, 0.15), (8.2, 0.14)], [(3, 0.04), (3.1, 0.06), (3.3, 0.05)]
+    assert [cell.bold for cell in paired(*runs)] == [True, True]
+    claims = [Claim("", MASS["cured"] < MASS["vanilla"], MASS["vanilla"] > 0.2)]
+    assert [cell.bold for cell in paired(*runs, claims=claims)] == [True, False]

@@ -15,6 +15,7 @@ from small_runs import ROOT, TEXT, snapshot
 
 import orthojax
 from orthojax.config import Config, describe_fields, replace, to_json
+from orthojax.formatting import number
 from orthojax.model.generation import generate
 from orthojax.pretrained import write_folder
 from orthojax.train import find_checkpoint
@@ -502,7 +503,7 @@ def test_run_shows_its_config_steps_and_losses(home):
     lines = [json.loads(line) for line in (home / "new/metrics.jsonl").open()]
     (loss,) = [line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line]
     assert f"{lines[1]['loss_nats']:.4g}" in done.stderr
-    assert f"{loss:.4f}" in done.stdout
+    assert f"validation loss {number(loss)}" in done.stdout
     again = run("train", *short, cwd=home)
     assert again.stdout == done.stdout
     assert "2 steps are done" in again.stderr

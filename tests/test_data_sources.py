@@ -237,3 +237,19 @@ def test_embedded_corpus_of_this_python():
     assert 300 < len(corpus.files) < 800
     assert 6e6 < corpus.n_bytes < 12e6
     assert embedded_corpus().sha256 == corpus.sha256
+
+
+@pytest.mark.parametrize(
+    ("files", "description"),
+    [
+        (["a/x.py", "b/__init__.py"], "a/x.py, b/__init__.py"),
+        ([f"{of}/{i}.py" for of in "abc" for i in range(400)], "1,200 .py files in 3 folders"),
+        ([f"{i}.txt" for i in range(5)], "5 .txt files"),
+        ([f"a/{i}.{end}" for end in ("txt", "md") for i in range(3)], "6 files"),
+    ],
+)
+def test_many_files_are_told_by_number_and_kind(tmp_path, files, description):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert text_corpus([tmp_path]).description == description

@@ -56,7 +56,7 @@ def test_optimizers_of_the_guide_are_equal():
     code = the_block("from_parts", "optimizer.md")
     names: dict = {}
     exec(code, names)
-    params = {"kernel": jax.random.normal(jax.random.key(0), (names["d_model"], 4))}
+    params = {"kernel": jax.random.normal(jax.random.key(0), (32, 4)), "embedding": jnp.ones((8, 32))}
     grads = jax.tree.map(jnp.sin, params)
     whole, _ = names["optimizer"].update(grads, names["optimizer"].init(params), params)
     chained, _ = names["from_parts"].update(grads, names["from_parts"].init(params), params)
@@ -98,7 +98,8 @@ def test_guide_shards_the_state_over_the_data_axis():
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params = {"kernel": jnp.ones((8, 16))}
     shardings = {"kernel": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))}
-    names = {"orthojax": orthojax, "params": params, "shardings": shardings, "r": orthojax.Rotation()}
+    r = orthojax.Rotation(axes=16, embeddings="")
+    names = {"orthojax": orthojax, "params": params, "shardings": shardings, "r": r}
     exec(code, names)
     state = jax.jit(names["optimizer"].init, out_shardings=names["state_shardings"])(params)
     assert state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
@@ -146,8 +147,7 @@ def test_the_optimizers_of_the_readme_run():
     (code,) = [block for block in blocks("python") if "orthoadam" in block]
     names: dict = {}
     exec(code, names)
-    width = names["d_model"]
-    params = {"kernel": jnp.ones((width, 16)), "embedding": jnp.ones((4, width))}
+    params = {"kernel": jnp.ones((32, 16)), "embedding": jnp.ones((4, 32))}
     for optimizer in (names["optimizer"], names["lion"]):
         optimizer.update(params, optimizer.init(params), params)
     found = orthojax.optim.describe(names["r"], params)
@@ -179,7 +179,7 @@ def test_config_of_the_guide_is_the_cured_model():
     exec(the_block("get_config", "train.md"), names)
     config = names["get_config"]()
     cure = {"model.normalizer": "softmax1", "model.norm": "rmsnorm_single", "model.use_bias": False}
-    cure |= {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual"}
+    cure |= {"optim.optimizer": "orthoadam", "optim.rotation.axes": "d_model"}
     assert config == replace(config, cure)
     for preset in (orthojax.gpt2("130m"), orthojax.llama2("130m")):
         assert (preset.normalizer, preset.norm == "rmsnorm_single") == ("softmax", False)

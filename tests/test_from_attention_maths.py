@@ -323,7 +323,7 @@ def run(kind="hadamard", axes="output", scope="layer", optimizer="orthoadam", **
         ("haar", "both", "layer", "mlp_output", True),
         pytest.param("hadamard", "both", "tree", "attention_output", False, marks=pytest.mark.slow),
         pytest.param("haar", "writers", "layer", "attention_output", False, marks=pytest.mark.slow),
-        pytest.param("dct", "residual", "layer", "mlp_output", True, marks=pytest.mark.slow),
+        pytest.param("dct", "d_model", "layer", "mlp_output", True, marks=pytest.mark.slow),
     ],
 )
 def test_bases_are_those_that_the_optimizer_applies(kind, axes, scope, part, scan):

@@ -221,12 +221,14 @@ FIELDS = {
     "rope.original_length": (LLAMA3, 4),
     "rope.low_frequency_factor": (LLAMA3, 0.5),
     "rope.high_frequency_factor": (LLAMA3, 8.0),
+    "rope.truncate": (WIDE | {"rope": RopeConfig(scaling="yarn", factor=4.0, original_length=64), "d_head": 8,
+                              "rope_theta": 10.0}, False),
     "block": (LAYERNORM, "output_norm"),
     "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM, "norm"),
     "attention_window": ({}, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", FIELDS)

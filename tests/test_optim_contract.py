@@ -50,7 +50,7 @@ def test_float64_and_half_precision(kind):
     for dtype, moments in ((jnp.float64, None), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32)):
         with jax.enable_x64(dtype == jnp.float64):
             params, grads = ({"w": normal(i, 4, 6, dtype=dtype), "b": normal(i + 1, dtype=dtype)} for i in (0, 5))
-            optimizer = orthoadam(0.1, eps=1e-4, mu_dtype=moments, rotation=Rotation(kind))
+            optimizer = orthoadam(0.1, eps=1e-4, mu_dtype=moments, rotation=Rotation(kind, axes="output"))
             new, state = jax.jit(one_step, static_argnums=0)(optimizer, params, grads)
             assert kinds_of(new) == kinds_of(params)
             assert kinds_of(state) == kinds_of(jax.eval_shape(optimizer.init, params))
@@ -58,7 +58,7 @@ def test_float64_and_half_precision(kind):
             assert inner.mu["w"].dtype == (moments or dtype)
             with jax.enable_x64(True):
                 wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, grads))
-                plain = orthoadam(0.1, eps=1e-4, rotation=Rotation(kind))
+                plain = orthoadam(0.1, eps=1e-4, rotation=Rotation(kind, axes="output"))
                 want, _ = jax.jit(one_step, static_argnums=0)(plain, *wide)
             # The first step is of size 0.1; a gradient that is rounded after its rotation may lose 2**-8 of it.
             tolerance = {jnp.float64: 1e-12, jnp.bfloat16: 0.04, jnp.float16: 0.01}[dtype]
@@ -71,7 +71,7 @@ def test_float64_and_half_precision(kind):
 def test_injected_hyperparameters(kind):
     """New values need no compilation, and every number may be a schedule."""
     made = optax.inject_hyperparams(orthoadam)(
-        0.1, b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.1, rotation=Rotation(kind)
+        0.1, b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.1, rotation=Rotation(kind, axes="output")
     )
     params, state = mixed(), made.init(mixed())
     assert set(state.hyperparams) >= {"learning_rate", "b1", "b2", "eps", "weight_decay"}
@@ -87,7 +87,7 @@ def test_injected_hyperparameters(kind):
         for name, value in changed.items():
             state.hyperparams[name] = jnp.asarray(value, jnp.float32)
         got, _ = step(params, state, mixed(5))
-        want, _ = one_step(orthoadam(**hyperparams, rotation=Rotation(kind)), params, mixed(5))
+        want, _ = one_step(orthoadam(**hyperparams, rotation=Rotation(kind, axes="output")), params, mixed(5))
         assert_same(got, want, atol=1e-5)
         state = made.init(params)
     assert len(traces) == 1
@@ -101,7 +101,7 @@ def labels(params):
 
 
 def wrapped(kind):
-    make = functools.partial(orthoadam, 0.1, rotation=Rotation(kind))
+    make = functools.partial(orthoadam, 0.1, rotation=Rotation(kind, axes="output"))
     kept = {"mlp": True, "layers": False, "gain": False, "empty": False, "none": None}
     return {
         "chain": optax.chain(optax.clip(1e9), make()),
@@ -109,14 +109,14 @@ def wrapped(kind):
         "masked": optax.masked(make(), kept),
         "apply_if_finite": optax.apply_if_finite(make(), 3),
         "MultiSteps": optax.MultiSteps(make(), 2).gradient_transformation(),
-        "inject_hyperparams": optax.inject_hyperparams(orthoadam)(0.1, rotation=Rotation(kind)),
+        "inject_hyperparams": optax.inject_hyperparams(orthoadam)(0.1, rotation=Rotation(kind, axes="output")),
     }
 
 
 @pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", wrapped("hadamard"))
 def test_wrapped_optimizers_step_as_the_plain_one(name, kind):
-    optimizer, plain = wrapped(kind)[name], orthoadam(0.1, rotation=Rotation(kind))
+    optimizer, plain = wrapped(kind)[name], orthoadam(0.1, rotation=Rotation(kind, axes="output"))
     params = want = mixed()
     state, want_state = optimizer.init(params), plain.init(params)
     start = kinds_of(state)
@@ -136,7 +136,7 @@ def test_wrapped_optimizers_step_as_the_plain_one(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_single_arrays_scalars_and_empty_trees(kind):
-    optimizer = orthoadam(0.1, weight_decay=0.1, rotation=Rotation(kind))
+    optimizer = orthoadam(0.1, weight_decay=0.1, rotation=Rotation(kind, axes="output"))
     for params in (normal(0, 4, 6), normal(0, 4), normal(0), jnp.zeros((0, 3)), {}, {"a": None}, [()]):
         grads = jax.tree.map(lambda x: x + 1.0, params)
         new, state = one_step(optimizer, params, grads)
@@ -145,7 +145,7 @@ def test_single_arrays_scalars_and_empty_trees(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_has_a_shape_and_vmaps(kind):
-    optimizer = orthoadam(0.1, rotation=Rotation(kind))
+    optimizer = orthoadam(0.1, rotation=Rotation(kind, axes="output"))
     shapes = jax.eval_shape(optimizer.init, mixed())
     assert kinds_of(shapes) == kinds_of(optimizer.init(mixed()))
 
@@ -169,7 +169,7 @@ def test_init_has_a_shape_and_vmaps(kind):
 def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
     optimizer = optax.named_chain(
         ("clip", optax.clip_by_global_norm(1.0)),
-        ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind))),
+        ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind, axes="output"))),
         ("learning_rate", optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 10))),
     )
     without = lambda tree: {k: v for k, v in tree.items() if k not in ("empty", "none")}  # noqa: E731
@@ -191,6 +191,6 @@ def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["hadamard", "dct", "identity", "signed_permutation"])
 def test_states_without_matrices_are_those_of_adam(kind):
     params = {"mlp": {"kernel": normal(0, 8, 12), "bias": normal(1, 12)}}
-    state = scale_by_orthoadam(rotation=Rotation(kind)).init(params)
+    state = scale_by_orthoadam(rotation=Rotation(kind, axes="output")).init(params)
     assert kinds_of(state.inner) == kinds_of(optax.scale_by_adam().init(params))
     assert state.basis == ()

@@ -29,6 +29,7 @@ P = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 slow = pytest.mark.slow
 both_kinds_of_mesh = pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=slow)])
+OUTPUT = Rotation(axes="output", embeddings="")
 NAMES = ("data", "fsdp", "tensor")
 
 # A small transformer with scanned layers, an unrolled one, and 7 positions, which no mesh divides.
@@ -179,8 +180,8 @@ def test_nothing_travels_if_rotated_axes_are_whole(given, kind):
     """Covers float32, and Auto axes without a layout, which the compiler does not need for this."""
     mesh = make_mesh((1, 4, 2), EXPLICIT if given == "explicit axes" else AUTO)
     trees, shardings = problem(mesh, UNSPLIT, 3, np.float32)
-    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
-    rotation = Rotation(kind, layout=layout_of(shardings) if given == "layout" else None)
+    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind, axes="output")), trees)
+    rotation = Rotation(kind, layout=layout_of(shardings) if given == "layout" else None, axes="output")
     got, _, hlo = run(orthoadam(1e-2, rotation=rotation), trees, shardings, out_shardings=given == "layout")
     assert_close(got, want, 1e-6)
     assert collectives(hlo) == []
@@ -189,9 +190,11 @@ def test_nothing_travels_if_rotated_axes_are_whole(given, kind):
 def test_moments_with_whole_axes_halve_what_travels(x64):
     mesh = make_mesh((8,), names=("fsdp",))
     trees, stored = problem(mesh, {"w/kernel": ((2, 16, 24), P(None, None, "fsdp"))})
-    want, _, _ = run(orthoadam(1e-2), trees)
+    want, _, _ = run(orthoadam(1e-2, rotation=OUTPUT), trees)
     rotated = {"w/kernel": NamedSharding(mesh, P(None, "fsdp"))}
-    got, _, hlo = run(orthoadam(1e-2, rotation=Rotation(layout=layout_of(rotated))), trees, stored, moments=rotated)
+    got, _, hlo = run(
+        orthoadam(1e-2, rotation=Rotation(layout=layout_of(rotated), axes="output")), trees, stored, moments=rotated
+    )
     assert_close(got, want, 1e-10)
     assert collectives(hlo) == [("all-to-all", 2 * 16 * 3 * 8)] * 2
 
@@ -208,10 +211,10 @@ def test_zero1_splits_moments_over_data(kind, mesh_kind, x64):
     }
     mesh = make_mesh((4, 2), mesh_kind, NAMES[:2])
     trees, shardings = problem(mesh, arrays)
-    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind)), trees)
-    moments = zero1(Rotation(kind), jax.tree.map(jnp.asarray, trees[0]), shardings)
+    want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind, axes="output")), trees)
+    moments = zero1(Rotation(kind, axes="output"), jax.tree.map(jnp.asarray, trees[0]), shardings)
     assert moments == problem(mesh, {path: (shape, spec) for path, (shape, _, spec, _) in arrays.items()})[1]
-    optimizer = orthoadam(1e-2, rotation=Rotation(kind, layout=layout_of(moments)))
+    optimizer = orthoadam(1e-2, rotation=Rotation(kind, layout=layout_of(moments), axes="output"))
     # By Explicit axes the updates leave as the gradients came; by Auto axes the caller names the place of the sum.
     got, state, hlo = run(optimizer, trees, shardings, moments, out_shardings=mesh_kind == AUTO)
     assert_close(got, want, 1e-10)
@@ -226,8 +229,8 @@ def test_other_inner_transformations_over_a_mesh(mesh_kind, x64):
     mesh = make_mesh((1, 4, 2), mesh_kind)
     trees, shardings = problem(mesh, {"w/kernel": ((4, 16, 24), P(None, "tensor", "fsdp"))})
     adamw = optax.adamw(1e-2)  # reads the rotated parameters
-    want, _, _ = run(in_rotated_basis(adamw, Rotation("haar")), trees)
-    ours = in_rotated_basis(adamw, Rotation("haar", layout=where_needed(shardings, mesh_kind)))
+    want, _, _ = run(in_rotated_basis(adamw, Rotation("haar", axes="output")), trees)
+    ours = in_rotated_basis(adamw, Rotation("haar", layout=where_needed(shardings, mesh_kind), axes="output"))
     with jax.set_mesh(mesh):
         got, _, hlo = run(ours, trees, shardings, out_shardings=False)
     assert_close(got, want, 1e-10)
@@ -264,7 +267,7 @@ def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
 def test_updates_outside_of_jit_keep_shardings(mesh_kind):
     arrays = {"w/kernel": ((4, 16, 24), P(None, "tensor", "fsdp")), "b": ((24,), P("fsdp"))}
     trees, shardings = problem(make_mesh((1, 4, 2), mesh_kind), arrays, 3, np.float32)
-    optimizer = orthoadam(1e-2)
+    optimizer = orthoadam(1e-2, rotation=OUTPUT)
     want, _, _ = run(optimizer, trees)
     params, *gradients = (jax.device_put(tree, shardings) for tree in trees)
 
@@ -282,11 +285,16 @@ def test_states_of_other_optimizers_have_shardings():
     arrays = {"w": ((256, 128), P(None, "fsdp")), "b": ((8,), P("fsdp"))}
     (params,), shardings = problem(make_mesh((2, 4), names=NAMES[:2]), arrays, 1, np.float32)
     params = jax.tree.map(jnp.asarray, params)
-    factored = in_rotated_basis(optax.adafactor(1e-3), Rotation("haar"))  # two factored moments of w
+    factored = in_rotated_basis(optax.adafactor(1e-3), Rotation("haar", axes="output"))  # two factored moments of w
     for optimizer, like_w in (
         (factored, 0),
-        (optax.partition({"ours": orthoadam(1e-2), "sgd": optax.sgd(0.1)}, {"w": "ours", "b": "sgd"}), 2),
-        (in_rotated_basis(optax.contrib.muon(1e-2)), 1),
+        (
+            optax.partition(
+                {"ours": orthoadam(1e-2, rotation=OUTPUT), "sgd": optax.sgd(0.1)}, {"w": "ours", "b": "sgd"}
+            ),
+            2,
+        ),
+        (in_rotated_basis(optax.contrib.muon(1e-2), OUTPUT), 1),
     ):
         found = state_shardings(optimizer, params, shardings)
         state = jit(optimizer.init, out_shardings=found)(params)
@@ -301,21 +309,23 @@ def test_layouts_that_do_not_fit_are_refused():
     mesh = make_mesh((2, 4), names=NAMES[:2])
     shapes = {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
     at = {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P("fsdp"))}
-    layout = rotate(Rotation(layout=layout_of(at)))
+    layout = rotate(Rotation(layout=layout_of(at), axes="output"))
     with pytest.raises(ValueError, match="axis='dat'"):
-        zero1(Rotation(), shapes, at, axis="dat")
+        zero1(OUTPUT, shapes, at, axis="dat")
     with pytest.raises(ValueError, match="2 meshes"):
-        state_shardings(orthoadam(0.1), shapes, at | {"b": NamedSharding(make_mesh((8,), names=("x",)), P())})
+        state_shardings(
+            orthoadam(0.1, rotation=OUTPUT), shapes, at | {"b": NamedSharding(make_mesh((8,), names=("x",)), P())}
+        )
     with pytest.raises(ValueError, match=r"w: \(6, 8\)"):
-        jax.eval_shape(layout.update, {"w": shapes["w"]}, layout.init({}))
+        jax.eval_shape(layout.update, shapes, layout.init(shapes))
     with pytest.raises(ValueError, match="w: its sharding"):
-        zero1(Rotation(), shapes, at | {"w": "data"})
+        zero1(OUTPUT, shapes, at | {"w": "data"})
 
 
 def test_each_device_updates_in_a_shard_map():
     """Includes the types of varying arrays: the state is shared, the gradient is each device's own."""
     params = {"layers": {"kernel": jnp.ones((3, 8, 16))}, "embedding": jnp.ones((4, 8))}
-    optimizer = scale_by_orthoadam()
+    optimizer = scale_by_orthoadam(rotation=OUTPUT)
     state = optimizer.init(params)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AUTO,))
     rng = np.random.default_rng(0)

@@ -88,7 +88,10 @@ def plain():
     params = Network(Layer(**first), jnp.asarray(1.0), {**last, "none": None, "empty": jnp.zeros((0, 4))})
     expected = {"first/kernel": "axes (1,): KIND 8"}
     # A path is the same for every container, and so are the bases.
-    assert describe(Rotation(), {"first": {"kernel": first["kernel"]}}).items() <= describe(Rotation(), params).items()
+    assert (
+        describe(Rotation(axes="output"), {"first": {"kernel": first["kernel"]}}).items()
+        <= describe(Rotation(axes="output"), params).items()
+    )
     return Problem(loss, params, expected)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 import weakref
 from functools import partial
@@ -19,7 +20,7 @@ from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
-from orthojax.pretrained.configs import read_config
+from orthojax.pretrained.configs import read_config, write_config
 from orthojax.pretrained.folders import own_rows, read_params
 from orthojax.train import require_tokenizer
 
@@ -221,6 +222,65 @@ def test_published_configs_are_understood(name):
 def test_unsupported_windows_are_refused(model_type, fields, name):
     with pytest.raises(UserError, match=name):
         read_config(FAMILIES[model_type], SIZES | fields)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+STRETCHED = RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0)
+EXPERTS = {"q_lora_rank": None, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+           "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 12,
+           "first_k_dense_replace": 1}  # fmt: skip
+EVERYWHERE = 0.1 * 0.7 * math.log(4.0) + 1.0  # by which DeepSeek divides, m(mscale_all_dim)
+ROPES = {
+    # name: (fields of config.json, what they mean)
+    "the whole length is the original one": ({"rope_scaling": YARN}, STRETCHED),
+    "null is no value": ({"rope_parameters": YARN | {"beta_fast": None, "original_max_position_embeddings": None}},
+                         STRETCHED),
+    "a length of transformers, if none is given": (
+        {"max_position_embeddings": ..., "rope_scaling": YARN}, dataclasses.replace(STRETCHED, original_length=2048)),
+    "a length beside the others": (
+        {"original_max_position_embeddings": 32, "rope_scaling": YARN | {"original_max_position_embeddings": 16}},
+        dataclasses.replace(STRETCHED, original_length=32)),
+    "Llama 3 without a length": (
+        {"rope_scaling": {n: value for n, value in LLAMA3.items() if n != "original_max_position_embeddings"}},
+        RopeConfig(scaling="llama3", factor=32.0, original_length=64)),
+    "rotated channels as they are": ({"rope_scaling": YARN | {"attention_factor": 1.0}},
+                                     dataclasses.replace(STRETCHED, mscale=0.0)),
+    "larger rotated channels": ({"rope_scaling": YARN | {"attention_factor": 1.0 + 0.05 * math.log(4.0)}},
+                                dataclasses.replace(STRETCHED, mscale=0.5)),
+    "DeepSeek's": (
+        {"model_type": "deepseek_v2", **EXPERTS, "rope_scaling": YARN | {"mscale": 0.3, "mscale_all_dim": 0.7,
+                                                              "attention_factor": 1.2 / EVERYWHERE}},
+        dataclasses.replace(STRETCHED, mscale=round(2.0 / math.log(4.0), 12), mscale_all=0.7)),
+    "gpt-oss's bounds": ({"rope_scaling": YARN | {"truncate": False}}, dataclasses.replace(STRETCHED, truncate=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_scaling_is_that_of_transformers(name):
+    fields, rope = ROPES[name]
+    fields = {"model_type": "llama", **SIZES, "max_position_embeddings": 64} | fields
+    family = FAMILIES[fields.pop("model_type")]
+    config = read_config(family, {name: value for name, value in fields.items() if value is not ...})
+    assert config.rope == rope
+    written = write_config(family, config)
+    assert written is not None
+    assert read_config(family, written).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"attention_factor": 0.9}, r"attention_factor=0\.9"),
+        ({"attention_factor": "1"}, "attention_factor='1'"),
+        ({"attention_factor": 1.1, "factor": 1.0}, r"factor=1\.0"),
+        ({"truncate": 1}, "truncate=1"),
+        ({"original_max_position_embeddings": "16"}, "original_max_position_embeddings"),
+        ({"factor": None}, "factor"),
+    ],
+)
+def test_unsupported_rotary_scaling_is_refused(fields, name):
+    with pytest.raises(UserError, match=name):
+        read_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | fields})
 
 
 # Where models are.

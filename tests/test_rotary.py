@@ -42,6 +42,19 @@ def test_yarn_lowers_frequencies_of_few_turns(width, theta, factor, length, slow
             np.testing.assert_allclose(lowered, frequency * (1 - share + share / factor), rtol=1e-12)
 
 
+def test_yarn_may_leave_its_bounds_between_pairs():
+    width, theta, factor, length, slow, fast = 64, 150_000.0, 32.0, 4096, 1.0, 32.0  # gpt-oss
+    with jax.enable_x64(True):
+        got = np.asarray(yarn_frequencies(width, theta, factor, length, slow, fast, truncate=False))
+    frequencies = plain(width, theta)
+    # Pair i makes length theta^(-2i / width) / 2 pi turns, so bounds in turns are bounds in i by interpolation in log.
+    turns = np.log(length * frequencies / (2 * math.pi))
+    first, last = (np.interp(-math.log(n), -turns, np.arange(width // 2)) for n in (fast, slow))
+    share = np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
+    np.testing.assert_allclose(got, frequencies * (1 - share + share / factor), rtol=1e-12)
+    assert abs(first - round(first)) > 0.01
+
+
 def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
     factor, length, low, high = 8.0, 64, 1.0, 4.0
     with jax.enable_x64(True):

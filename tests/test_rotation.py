@@ -1,24 +1,32 @@
 """Bases and the axes that they rotate: rules, uniqueness, state, refusals and layout."""
 
+import collections
+import math
 import zlib
 from typing import Any
 
+import adopters
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from orthojax.config import ModelConfig, RotationConfig
+from orthojax.errors import UserError
 from orthojax.model import Transformer
 from orthojax.ops import orthogonal
 from orthojax.optim import (
     RotatedAxes,
+    RotatedState,
     Rotation,
     describe,
     generic_axes,
+    in_rotated_basis,
     orthoadam,
     rotate,
     unrotate,
@@ -26,6 +34,7 @@ from orthojax.optim import (
 from orthojax.optim.rotation import basis_constants, plan_tree
 from orthojax.train.optimizer import make_rotation
 
+OUTPUT = Rotation(axes="output")
 KINDS = ("haar", "hadamard", "dct", "signed_permutation")
 
 
@@ -58,12 +67,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_has_its_own_basis(kind):
-    found = bases(Rotation(kind), SHAPES)
+    found = bases(Rotation(kind, axes="output"), SHAPES)
     assert len(found) == 9
     assert len({np.round(q, 4).tobytes() for q in found.values()}) == 9
     for q in found.values():
         np.testing.assert_allclose(q @ q.T, np.eye(8), atol=1e-6)
-    again, other = bases(Rotation(kind), SHAPES), bases(Rotation(kind, seed=1), SHAPES)
+    again, other = bases(Rotation(kind, axes="output"), SHAPES), bases(Rotation(kind, seed=1, axes="output"), SHAPES)
     for key, q in found.items():
         np.testing.assert_array_equal(q, again[key])
         assert np.abs(q - other[key]).max() > 0.1
@@ -78,9 +87,9 @@ def test_no_two_layers_have_signs_in_common(shapes):
     """Covers unrolled layers, scanned stacks and stacks in unrolled layers, of equal and of different widths."""
     tree = {f"{path}/kernel": jax.ShapeDtypeStruct((*stack, 1, n), jnp.float32) for path, (stack, n) in shapes.items()}
     of_window = {}
-    for leaf, plan in plan_tree(Rotation(), tree):
-        ((signs,),) = basis_constants(Rotation(), plan, (), transpose=False)
-        assert signs.shape == (*leaf.shape[:-2], leaf.shape[-1])
+    for plan in plan_tree(OUTPUT, tree).parameters:
+        ((signs,),) = basis_constants(OUTPUT, plan, (), transpose=False)
+        assert signs.shape == (*plan.shape[:-2], plan.shape[-1])
         for layer, row in enumerate(signs.reshape(-1, signs.shape[-1])):
             for start in range(len(row) - 47):
                 owner = of_window.setdefault(row[start : start + 48].tobytes(), (plan.path, layer))
@@ -88,24 +97,28 @@ def test_no_two_layers_have_signs_in_common(shapes):
 
 
 def test_parameters_that_would_share_a_basis_are_refused():
-    w, haar = jnp.ones((4, 8)), Rotation("haar")
+    w, haar = jnp.ones((4, 8)), Rotation("haar", axes="output")
     for tree, words in (
         ({"params": {"w": w}, "w": w}, "'w'"),
         ({"a": {"b": w}, "a/b": w}, "'a/b'"),
-        ({"a_0": {"w": w}, "a": [{"w": w}]}, "'a_0'"),
+        ({"a_0": {"w": w}, "a": [{"w": w}]}, "'a_0/w'"),
     ):
-        for make in (rotate(Rotation()).init, orthoadam(0.1, rotation=haar).init, lambda t: describe(haar, t)):
+        for make in (
+            rotate(OUTPUT).init,
+            orthoadam(0.1, rotation=haar).init,
+            lambda t: describe(haar, t),
+        ):
             with pytest.raises(ValueError, match=words):
                 make(tree)
     # Of other lengths they share nothing, and a wider scope means to share.
-    rotate(Rotation()).init({"a_0": {"w": w}, "a": [{"w": jnp.ones((4, 16))}]})
-    rotate(Rotation(scope="parameter")).init({"a_0": {"w": w}, "a": [{"w": w}]})
+    rotate(OUTPUT).init({"a_0": {"w": w}, "a": [{"w": jnp.ones((4, 16))}]})
+    rotate(Rotation(scope="parameter", axes="output")).init({"a_0": {"w": w}, "a": [{"w": w}]})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("scope", "distinct"), [("parameter", 4), ("tree", 1)])
 def test_wider_scopes_share_the_basis(kind, scope, distinct):
-    found = bases(Rotation(kind, scope=scope), SHAPES)
+    found = bases(Rotation(kind, scope=scope, axes="output"), SHAPES)
     assert len({np.round(q, 4).tobytes() for q in found.values()}) == distinct
     assert len({np.round(found["q/kernel", i], 4).tobytes() for i in range(3)}) == 1
 
@@ -167,7 +180,7 @@ def test_last_names_tell_tables_kernels_and_vectors(path, kind):
     assert generic_axes(path, leaf) == wanted[kind]
     assert generic_axes(path, leaf, kernel_layout="out_in") == out_in[kind]
     assert generic_axes(path, leaf, "input") == ({"kernel": RotatedAxes((-2,))} | {"table": wanted["table"]}).get(kind)
-    rows = {path: mark for path, _, _, mark in describe(Rotation(), {path: leaf}).rows}
+    rows = {path: mark for path, _, _, mark in describe(OUTPUT, {path: leaf}).rows}
     assert (rows[path] == "embedding") == (kind == "table")
 
 
@@ -199,7 +212,7 @@ def test_every_kernel_axis_of_a_length_is_rotated(kernel_layout):
         "experts/kernel": "axes (1,): hadamard 32, 32 layers",
     }
     guessed = {path for path, _, _, mark in found.rows if mark == "unsure"}
-    kernels = ("scanned", "square", "query", "scanned_query", "out", "conv", "fused", "one_head", "experts")
+    kernels = ("scanned", "square", "conv", "fused", "one_head", "experts")
     assert guessed == {"patches/weight", *(f"{name}/kernel" for name in kernels)}
 
 
@@ -225,23 +238,101 @@ def test_square_kernels_turn_where_they_face_the_stream(name, axes):
 @pytest.mark.parametrize(
     "changes", [{}, {"scan_layers": False}, {"mlp": "swiglu", "d_mlp": 32, "gated_attention": True}]
 )
-def test_the_length_d_model_is_the_axes_residual(changes):
-    """`Rotation(axes=d_model)` in a project of one's own, and optim.rotation.axes=residual of `orthojax train`."""
+def test_the_default_finds_the_d_model_axes_of_a_run(changes):
+    """`Rotation()` and `Rotation(axes=d_model)` of one's own, and the default of `orthojax train`."""
     config = ModelConfig(d_model=32, num_layers=2, num_heads=4, vocab_size=64, max_length=8, **changes)
     params = jax.eval_shape(Transformer(config).init, jax.random.key(0), jnp.zeros((1, 8), int))["params"]
-    measured = make_rotation(RotationConfig(axes="residual", seed=0))
-    generic, ours = (
+    measured = make_rotation(RotationConfig(seed=0))
+    given, found, ours = (
         {path: what for path, what in describe(rotation, params).items() if not what.startswith("left alone")}
-        for rotation in (Rotation(axes=32), measured)
+        for rotation in (Rotation(axes=32), Rotation(), measured)
     )
-    assert generic == ours
+    assert given == found == ours
     assert any(leaf.shape[-2:] == (32, 32) for leaf in jax.tree.leaves(params))
+
+
+def shapes_of(tree):
+    return {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in tree.items()}
+
+
+@pytest.mark.parametrize("name", adopters.DECIDED)
+def test_the_width_of_well_known_trees_is_found(name):
+    d_model, shapes = adopters.DECIDED[name]
+    stacked = 1 if name.startswith("maxtext") else None
+    plan = plan_tree(Rotation(stacked=stacked), shapes_of(shapes))
+    assert plan == plan_tree(Rotation(axes=d_model, stacked=stacked), shapes_of(shapes))
+    for leaf in plan.parameters:
+        assert {group.size for group in leaf.groups} <= {d_model}
+        # No kernel or table that faces the stream is forgotten, and no long axis is taken for layers.
+        is_vector = len(leaf.shape) < 2 or (leaf.left_alone[:1] and leaf.left_alone[0].startswith(("named", "'")))
+        assert leaf.groups or d_model not in leaf.shape or is_vector, leaf
+        assert all(len(group.layers) <= 256 for group in leaf.groups)  # experts
+
+
+@pytest.mark.parametrize("name", adopters.REFUSED)
+def test_trees_that_leave_the_width_in_doubt_are_refused(name):
+    with pytest.raises(UserError, match=r"Rotation\(axes=\d+\)"):
+        orthoadam(0.1).init(shapes_of(adopters.REFUSED[name]))
+
+
+OF_LAYERS = {  # path: a shape with layers on axis 1 and d_model 64, its rotated axis; stacked axes as guessed, as named
+    "wi/kernel": ((64, 4, 512), 0, (), (1,)),
+    "wo/kernel": ((512, 4, 64), 2, (), (1,)),  # 512 are no layers
+    "query/kernel": ((64, 4, 8, 32), 0, (), (1,)),
+    "out/kernel": ((8, 4, 32, 64), 3, (0, 1), (1,)),
+    "experts/wo/kernel": ((6, 4, 512, 64), 3, (0, 1), (0, 1)),
+    "norm/scale": ((64, 4), None, (), ()),
+    "table/embedding": ((512, 64), 1, (), ()),
+}
+
+
+@pytest.mark.parametrize("stacked", [None, 1])
+def test_the_axis_of_layers_may_be_named(stacked):
+    shapes = shapes_of({path: shape for path, (shape, *_) in OF_LAYERS.items()})
+    for plan in plan_tree(Rotation(axes=64, stacked=stacked), shapes).parameters:
+        shape, axis, guessed, named = OF_LAYERS[plan.path]
+        assert plan.stacked == (named if stacked else guessed), plan
+        assert [group.axes for group in plan.groups] == ([] if axis is None else [(axis,)])
+        # Each layer has signs of its own, and no program holds more of them.
+        layers = math.prod(shape[stack] for stack in plan.stacked)
+        assert all(len(group.layers) == layers for group in plan.groups)
+
+
+BESIDE = {  # names and shapes -> rotated parameters
+    "low-rank factors": ({"q/a": (64, 8), "q/b": (8, 64), "up/w": (64, 256), "up/b": (256,)}, {"q/a", "q/b", "up/w"}),
+    "stacked biases": ({"up/w": (4, 64, 256), "up/b": (4, 256), "down/b": (4, 64)}, {"up/w"}),
+    "kernels of norms": (
+        {"norm/kernel": (4, 64), "ln_1/kernel": (4, 64), "norm_proj/kernel": (64, 8)},
+        {"norm_proj/kernel"},
+    ),
+    "a Linear called embed": ({"obs_embed/weight": (64, 17), "fc/weight": (64, 64)}, {"obs_embed/weight", "fc/weight"}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_names_beside_each_other_say_what_they_are(name):
+    tree, rotated = BESIDE[name]
+    plan = plan_tree(Rotation(axes=64), shapes_of(tree))
+    assert {leaf.path for leaf in plan.parameters if leaf.groups} == rotated
+    assert all(leaf.shape[axis] == 64 for leaf in plan.parameters for group in leaf.groups for axis in group.axes)
+
+
+def test_parts_of_a_tree_are_refused():
+    params = shapes_of(adopters.DECIDED["nanodo"][1])
+    labels = {path: "ours" if len(leaf.shape) > 1 else "theirs" for path, leaf in params.items()}
+    for part in (
+        optax.partition({"ours": orthoadam(0.1), "theirs": optax.sgd(0.1)}, labels),
+        optax.masked(orthoadam(0.1), {path: label == "ours" for path, label in labels.items()}),
+    ):
+        with pytest.raises(UserError, match=r"masked part.*\n.*axes=512"):
+            part.init(params)
+    assert orthoadam(0.1).init({"bias": jnp.ones(3)})  # nothing would be rotated anyway
 
 
 def test_tables_and_layouts_may_be_named():
     s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     params = {"vocabulary": {"w": s(64, 32)}, "wte": s(64, 32), "mlp": {"w": s(64, 32)}}
-    found = describe(Rotation(kernel_layout="out_in", embeddings="^vocab"), params)
+    found = describe(Rotation(kernel_layout="out_in", embeddings="^vocab", axes="output"), params)
     assert {path: (what[:10], mark) for path, _, what, mark in found.rows} == {
         "vocabulary/w": ("axes (1,):", "embedding"), "wte": ("axes (0,):", "unsure"), "mlp/w": ("axes (0,):", ""),
     }  # fmt: skip
@@ -250,18 +341,18 @@ def test_tables_and_layouts_may_be_named():
 def test_trees_without_tables_or_kernels_warn_once(recwarn):
     kernel, table = {"mlp": {"kernel": jnp.ones((4, 8))}}, {"wte": jnp.ones((8, 6))}
     for rotation, params in (
-        (Rotation(embeddings=""), kernel),
+        (Rotation(embeddings="", axes="output"), kernel),
         (Rotation("identity"), kernel),
-        (Rotation(), {"bias": jnp.ones(8)}),
-        (Rotation(), kernel | table),
+        (OUTPUT, {"bias": jnp.ones(8)}),
+        (OUTPUT, kernel | table),
         (Rotation(axes=6), table),
     ):
         orthoadam(0.1, rotation=rotation).init(params)
     assert not recwarn
     for rotation, params, name in (
-        (Rotation(), kernel, "no embedding table"),
+        (OUTPUT, kernel, "no embedding table"),
         (Rotation(axes=6), kernel | table, "no kernel"),
-        (Rotation(axes=8), kernel | table, "no embedding table"),
+        (Rotation(axes=4), kernel | table, "no embedding table"),
         (Rotation("haar", axes=5000, embeddings=""), {"long": {"kernel": jnp.ones((5000, 2))}}, "long/kernel"),
     ):
         with pytest.warns(UserWarning, match=name) as seen:
@@ -293,7 +384,7 @@ def test_describe_says_what_is_left_alone_and_why():
     marks = {path: mark for path, _, _, mark in found.rows}
     assert (marks["embed/table"], marks["vectors"], marks["odd/kernel"]) == ("embedding", "unsure", "")
     assert str(found).splitlines()[0].split() == ["parameter", "shape", "rotation"]
-    refused = describe(Rotation(), {"head": params["head"]})
+    refused = describe(OUTPUT, {"head": params["head"]})
     assert refused == {"head/kernel": "left alone: no output axis of length 2 to 16384"}
     haar = Rotation("haar", lambda path, leaf: RotatedAxes((0, 1)))
     wide = describe(haar, {"wide": s(4097, 1024)})
@@ -303,7 +394,7 @@ def test_describe_says_what_is_left_alone_and_why():
 def test_haar_bases_far_larger_than_parameters_are_refused():
     assert describe(Rotation("haar", "both"), {"w": jnp.zeros((768, 3072))})  # 4.25 times its size
     with pytest.raises(ValueError, match="head/kernel"):
-        orthoadam(1e-3, rotation=Rotation("haar")).init({"head": {"kernel": jnp.zeros((4, 64))}})
+        orthoadam(1e-3, rotation=Rotation("haar", axes="output")).init({"head": {"kernel": jnp.zeros((4, 64))}})
 
 
 @pytest.mark.parametrize(
@@ -338,21 +429,50 @@ def test_a_rotation_is_not_given_by_its_name():
             make()
 
 
-def test_states_of_other_trees_or_kinds_are_refused():
-    haar, hadamard, params = rotate(Rotation("haar")), rotate(Rotation()), {"a": jnp.ones((4, 4))}
-    state = haar.init(params)
-    for other, mine in (({"c": jnp.ones((4, 4))}, state), (params, hadamard.init(params))):
-        with pytest.raises(ValueError, match=r"'[ac]' has no basis"):
-            haar.update(other, mine)
-    with pytest.raises(ValueError, match=r"\(4, 4\)"):
-        haar.update({"a": jnp.ones((4, 8))}, state)
-    with pytest.raises(ValueError, match="'hadamard'"):
-        hadamard.update(params, state)
+PLANNED = {"wte": jnp.ones((16, 8)), "up": {"kernel": jnp.ones((8, 32))}, "down": {"kernel": jnp.ones((32, 8))}}
+OTHER_PLANS = {
+    "kind": Rotation("haar"), "axes": Rotation(axes=32), "output": Rotation(axes="output"), "seed": Rotation(seed=1),
+    "scope": Rotation(scope="parameter"),
+    "layout": Rotation(axes="output", kernel_layout="out_in"),
+    "rule": Rotation(axes=lambda path, leaf: RotatedAxes((0,)) if "up" in path else None),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Rotation.axes=32")
+@pytest.mark.parametrize("other", OTHER_PLANS)
+@pytest.mark.parametrize("make", [rotate, lambda r: in_rotated_basis(optax.scale_by_adam(), r)])
+def test_states_of_another_plan_are_refused_with_both_named(make, other):
+    mine, theirs = make(Rotation()), make(OTHER_PLANS[other])
+    held, name = (next(iter(transform.init(PLANNED).plan)) for transform in (theirs, mine))
+    for update in (mine.update, jax.jit(mine.update)):
+        with pytest.raises(UserError, match=f"is of {held}; .* make {name}"):
+            update(PLANNED, theirs.init(PLANNED))
+    assert jax.tree.structure(mine.init(PLANNED)) != jax.tree.structure(theirs.init(PLANNED))
+    # Of d_model given and found the plan is one; and of another tree it is not.
+    given = make(Rotation(axes=8))
+    assert given.update(PLANNED, mine.init(PLANNED))
+    with pytest.raises(UserError, match="make hadamard_axes_8_seed_0_layer_"):
+        given.update(PLANNED | {"head": {"kernel": jnp.ones((8, 16))}}, mine.init(PLANNED))
+
+
+def test_states_without_a_plan_are_refused_and_restored_leaves_are_nan():
+    transform = in_rotated_basis(optax.scale_by_adam())
+    state = transform.init(PLANNED)
+    with pytest.raises(UserError, match="does not name its bases"):  # as orthojax 0.1 made them
+        transform.update(PLANNED, RotatedState(state.basis, state.inner))
+    ((name, checksum),) = state.plan.items()
+    leaf_by_leaf = state._replace(plan={name: checksum + 1})
+    with pytest.raises(UserError, match="another plan, by its checksum"):
+        transform.update(PLANNED, leaf_by_leaf)
+    updates, _ = jax.jit(transform.update)(PLANNED, leaf_by_leaf)
+    assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(updates))
+    eager, jitted = (update(PLANNED, state)[0] for update in (transform.update, jax.jit(transform.update)))
+    jax.tree.map(np.testing.assert_allclose, eager, jitted)
 
 
 def test_haar_bases_are_drawn_late_and_jit(x64):
     """Shapes cost no QR (of 64 times 4,096 rows it would take minutes), and a program holds no matrix."""
-    optimizer = orthoadam(1e-3, rotation=Rotation("haar"))
+    optimizer = orthoadam(1e-3, rotation=Rotation("haar", axes="output"))
     large = jax.eval_shape(optimizer.init, {"w": jax.ShapeDtypeStruct((64, 4096, 4096), jnp.float32)})
     assert large[0].basis["w"]["basis_0"].shape == (64, 4096, 4096)
     params = {"w": jnp.ones((2, 64, 64), jnp.float32)}
@@ -368,7 +488,7 @@ def test_boxes_and_collections_do_not_change_the_basis(kind):
     """linen boxes and nnx variables show `.value` at init and hide it at update, and `params/` may be there or not."""
     nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
     w = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
-    transform = rotate(Rotation(kind))
+    transform = rotate(Rotation(kind, axes="output"))
     plain = {"mlp": {"kernel": w}}
     want, _ = transform.update(plain, transform.init(plain))
     boxed = {"params": {"mlp": {"kernel": nn.Partitioned(w, (None, None))}}}
@@ -378,14 +498,50 @@ def test_boxes_and_collections_do_not_change_the_basis(kind):
         got, _ = transform.update(tree, state)
         np.testing.assert_array_equal(jax.tree.leaves(got)[0], want["mlp"]["kernel"])
     # A parameter that is called "value" is no box.
-    assert list(describe(Rotation(kind), {"attention": {"value": w}})) == ["attention/value"]
+    assert list(describe(Rotation(kind, axes="output"), {"attention": {"value": w}})) == ["attention/value"]
+
+
+def test_attributes_called_value_are_no_boxes():
+    """A module with the attributes query, key and value, as an equinox one, against a box, whose only one is value."""
+    fields = collections.namedtuple("Projections", "query key value")
+    tree = {"embedding": jnp.ones((16, 8)), "attention": fields(*jnp.ones((3, 8, 8)))}
+    assert set(describe(Rotation(), tree)) == {"embedding", *(f"attention/{name}" for name in fields._fields)}
+    assert describe(Rotation(), tree)["attention/value"] == "axes (0,): hadamard 8"
+    alone = collections.namedtuple("Box", "value")(jnp.ones((8, 8)))
+    assert "q_proj" in describe(Rotation(), tree | {"q_proj": alone})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_on_shapes_is_that_of_adamw(kind):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PLANNED)
+    optimizer = orthoadam(0.1, rotation=Rotation(kind))
+    found: Any = optimizer.init(shapes)
+    jax.tree.map(np.testing.assert_array_equal, found[0].inner, optax.adamw(0.1).init(shapes)[0])
+    jax.tree.map(np.testing.assert_array_equal, found, optimizer.init(PLANNED))
+
+
+def test_files_of_another_plan_are_refused(tmp_path):
+    serialization, eqx = pytest.importorskip("flax.serialization"), pytest.importorskip("equinox")
+    mine, theirs = (orthoadam(0.1, rotation=Rotation(seed=seed)) for seed in (0, 1))
+    state, other = mine.init(PLANNED), theirs.init(PLANNED)
+    assert serialization.from_bytes(state, serialization.to_bytes(state))
+    with pytest.raises(ValueError, match="hadamard_axes_8_seed_0"):
+        serialization.from_bytes(state, serialization.to_bytes(other))
+    eqx.tree_serialise_leaves(tmp_path / "leaves", other)
+    with pytest.raises(UserError, match="another plan"):
+        mine.update(PLANNED, eqx.tree_deserialise_leaves(tmp_path / "leaves", state), PLANNED)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", other)
+        checkpointer.wait_until_finished()
+        with pytest.raises(ValueError, match=r"(?s)axes_8_seed_0.*axes_8_seed_1"):
+            checkpointer.restore(tmp_path / "orbax", state)
 
 
 def test_what_is_no_array_is_left_alone():
     tree = {"kernel": jnp.ones((4, 8)), "activation": jax.nn.relu, "name": "dense"}
-    assert describe(Rotation(), tree)["activation"] == "left alone: not an array"
+    assert describe(OUTPUT, tree)["activation"] == "left alone: not an array"
     params = {"kernel": tree["kernel"], "activation": None, "name": None}
-    optimizer = orthoadam(0.1)
+    optimizer = orthoadam(0.1, rotation=OUTPUT)
     updates, _ = optimizer.update(params, optimizer.init(params), tree)  # a whole equinox model, say
     want, _ = optimizer.update(params, optimizer.init(params), params)
     np.testing.assert_array_equal(updates["kernel"], want["kernel"])

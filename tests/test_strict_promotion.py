@@ -120,7 +120,10 @@ def test_value_and_gradient_mix_no_dtypes(name, dtype):
 
 @pytest.mark.parametrize("kind", ["hadamard", "haar"])
 def test_rotation_of_bfloat16_mixes_no_dtypes(kind):
-    rotation, params = optim.Rotation(kind, embeddings=""), {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)}
+    rotation, params = (
+        optim.Rotation(kind, embeddings="", axes="output"),
+        {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)},
+    )
     there, back = optim.rotate(rotation), optim.unrotate(rotation)
 
     def there_and_back(params):

@@ -3,7 +3,9 @@
 As a script it is what `run_study` starts in processes of its own: test_study.py HOME --seeds=0 --only=vanilla --jobs=1.
 """
 
+import base64
 import dataclasses
+import hashlib
 import html
 import json
 import os
@@ -18,10 +20,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from matplotlib import pyplot as plt
 from small_runs import cpu_environment
 from tiny_run import TINY
 
 from orthojax import quant
+from orthojax.commands import reproduce
 from orthojax.config import Config, replace
 from orthojax.errors import Interrupted, UserError
 from orthojax.experiments import catalog
@@ -157,33 +162,25 @@ def test_a_second_call_trains_and_measures_nothing(results, study, home, tmp_pat
     assert [path for path, written in times(home / "runs").items() if written != before[path]] == [measured]
 
 
-def test_a_measurement_that_was_changed_is_made_again(tmp_path, capsys):
-    metrics, calls = {"loss_nats": 0.1, "kurtosis": float("nan")}, []
+def test_a_measurement_that_was_changed_is_refused(tmp_path):
+    metrics, calls = {"loss_nats": 0.1, "kurtosis_first": float("nan")}, []
 
     def of():
-        inner = lambda *_: Measured(metrics, {"x": np.arange(calls.append(1) or 3)})  # noqa: E731
-        return Measure("planted", inner).of(tmp_path, lambda: None, None, print)
-
-    def edit(path, old, new):
-        assert old in path.read_bytes()
-        path.write_bytes(path.read_bytes().replace(old, new))
+        measure = Measure("planted", lambda *_: calls.append(1) or Measured(metrics, {"x": np.arange(3)}))
+        return measure.of(tmp_path, lambda: None, None, print)
 
     text, arrays = (tmp_path / f"measured/planted.{kind}" for kind in ("json", "npz"))
     assert of() == of() == {"loss_nats": 0.1}
-    assert len(calls) == 1
-    for number, damage in enumerate(
-        [
-            lambda: edit(text, b"0.1", b"0.2"),
-            lambda: text.write_bytes(text.read_bytes()[:20]),
-            lambda: arrays.write_bytes(arrays.read_bytes()[:-9]),
-            arrays.unlink,
-        ],
-        2,
-    ):
-        damage()
-        assert of() == of() == {"loss_nats": 0.1}
-        assert len(calls) == number
-        assert capsys.readouterr().err.count("measuring again") == 1
+    for path, content in {
+        text: text.read_bytes().replace(b"0.1", b"0.2"),
+        arrays: arrays.read_bytes()[:-9],
+    }.items():
+        before = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"planted\.json or its arrays were changed"):
+            of()
+        path.write_bytes(before)
+    assert (of(), len(calls)) == ({"loss_nats": 0.1}, 1)
     text.write_text('{"loss_nats": 0.3}')  # by an earlier version
     assert of() == {"loss_nats": 0.3}
 
@@ -355,18 +352,34 @@ def test_reports_contain_everything(results, tmp_path, capsys):
         assert "under it: does not hold" in shown or shown is console
     assert [of.verdict for of in report.verdicts[1:]] == ["not testable", "holds", "not measured"]
     names = [picture.name for picture in report.pictures]
-    assert names == ["training_curves", "kurtosis_first_by_layer", "attention_map", "hidden_states", "bars", "points"]
+    assert names == [
+        "headlines",
+        "training_curves",
+        "kurtosis_first_by_layer",
+        "attention_map",
+        "hidden_states",
+        "bars",
+        "points",
+    ]
     for name in names:
         assert (tmp_path / f"figures/{name}.svg").read_bytes().startswith(b"<?xml")
         assert f"figures/{name}.svg" in text
     assert page.count('src="data:image/svg+xml;base64,') == len(names)
     assert not re.search(r'(?:src|href)="(?!data:)', page)
+    allowed = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    style = re.search(r"<style>(.*?)</style>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert allowed[1].split("; ")[:3] == ["default-src 'none'", f"style-src 'sha256-{digest}'", "img-src data:"]
+    assert not re.search(r"<script|\bstyle=|\bon\w+=", page)
 
 
 def test_a_report_without_runs_leaves_their_pictures_out(results, study):
     committed = results_of(study, results.raw)
     report = make_report(committed)
-    assert [picture.name for picture in report.pictures] == ["kurtosis_first_by_layer", "bars", "points"]
+    assert [of.name for of in report.pictures] == ["headlines", "kurtosis_first_by_layer", "bars", "points"]
+    ((_, numbers, _),) = report.headlines
+    words = [tick.get_text() for tick in report.pictures[0].figure.axes[0].get_xticklabels()]
+    assert words == [f"{name}\n{text}" for name, text in zip(("vanilla", "cured"), numbers.split(" → "), strict=True)]
     assert report.verdicts == make_report(results).verdicts
 
 
@@ -426,8 +439,51 @@ def test_every_study_has_what_claims_and_tables_name(study):
 def test_studies_are_listed(tmp_path):
     command = [sys.executable, "-m", "orthojax", "reproduce"]
     shown = subprocess.run([*command, "--list"], env=cpu_environment(), capture_output=True, text=True, check=True)
-    assert len(shown.stdout.splitlines()) == len(catalog.ALL)
+    lines = [line for line in shown.stdout.splitlines() if not line.startswith("    published: --scale=")]
+    assert len(lines) == len(catalog.ALL)
     assert all(study.title in shown.stdout for study in catalog.ALL)
+    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed summed over runs (20" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scale", "says"),
+    [
+        (["--experiment=table2", "--seeds=6"], "deep", "published: --scale=deep --seeds=3,4,5"),
+        (["--experiment=table2", "--scale=tiny"], "tiny", "another scale than this"),
+        ([], "tiny", "published: --scale=tiny --seeds=5,6,7,8,9: 8.86 minutes a seed"),
+    ],
+)
+def test_the_published_scale_is_the_default_and_another_is_told(monkeypatch, capsys, arguments, scale, says):
+    asked = []
+
+    def run_study(study, scale, *args, **kwargs):
+        asked.append(scale)
+        raise UserError("enough")
+
+    monkeypatch.setattr("orthojax.experiments.running.run_study", run_study)
+    monkeypatch.setattr("orthojax.train.keep_compiled_programs", lambda folder: None)
+    before = set(flags.FLAGS)
+    reproduce.define_flags()
+    own = set(flags.FLAGS) - before
+    try:
+        flags.FLAGS(["reproduce", *arguments])
+        with pytest.raises(UserError, match="enough"):
+            reproduce.main([])
+    finally:
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS.remove_flag_values(own)
+    printed = capsys.readouterr().out
+    assert asked == [scale]
+    assert says in printed
+    assert ("another scale" in printed) == (scale not in catalog.find("table2").published and "table2" in printed)
+
+
+def test_report_of_another_scale_names_the_published_one():
+    study = catalog.find("figure41")
+    for scale, told in (("tiny", True), ("deep", False)):
+        report = make_report(made_up(study, {"perplexity": 1.0}, scale))
+        plt.close("all")
+        assert ("--scale=deep --seeds=3,4,5" in " ".join(report.sentences)) == told
 
 
 if __name__ == "__main__":

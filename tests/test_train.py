@@ -316,8 +316,8 @@ def test_rmsprop_equals_its_equation():
 
 # The rotation of our own parameters. Axes are counted from the end; None: left alone.
 
-READER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-2,), "writers": None, "none": None}
-WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "residual": (-1,), "writers": (-1,), "none": None}
+READER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "d_model": (-2,), "writers": None, "none": None}
+WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "d_model": (-1,), "writers": (-1,), "none": None}
 EMBEDDING = dict.fromkeys(READER, (-1,))
 HEAD = dict.fromkeys(READER, (-2,)) | {"writers": None}
 ALONE = dict.fromkeys(READER)
@@ -357,7 +357,7 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
         assert rule(path, shape) == wanted, path
 
 
-@pytest.mark.parametrize("axes", ["output", "residual"])
+@pytest.mark.parametrize("axes", ["output", "d_model"])
 def test_every_parameter_and_every_layer_has_own_basis(axes):
     model = dataclasses.replace(CONFIG.model, num_layers=3)
     rule = make_rotation(RotationConfig(axes=axes, seed=0))
@@ -423,7 +423,7 @@ def test_a_fixed_rotation_under_adam_orthoadam_on_writers():
 
 @pytest.mark.slow
 def test_one_shared_rotation_is_adam_in_its_basis():
-    shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "residual", "optim.rotation.scope": "tree"}
+    shared = {"optim.optimizer": "orthoadam", "optim.rotation.axes": "d_model", "optim.rotation.scope": "tree"}
     config = replace(CONFIG, {**shared, "optim.learning_rate": 0.01, "optim.rotation.seed": 3})
     basis = np.asarray(shared_basis(config.optim, 16))
     np.testing.assert_allclose(basis @ basis.T, np.eye(16), atol=1e-6)

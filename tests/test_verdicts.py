@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +27,22 @@ def test_every_committed_result_is_judged(script):
 
 def test_the_page_of_claims_is_up_to_date(script):
     assert script["CLAIMS"].read_text() == script["claims"]()
+
+
+def test_what_is_published_is_noted_for_the_command(script):
+    assert script["PUBLISHED"].read_text() == script["published"]()
+    for study, scale, results in script["committed"]():
+        assert study.published[scale].seeds == results.seeds
+        assert f"--seeds={','.join(map(str, results.seeds))}" in script["command"](results)
+        assert script["folder"](study, scale).name == study.name == results.study.name
+
+
+def test_cells_of_reports_have_at_most_twelve_words(script):
+    for study, _, results in script["committed"]():
+        report = script["make_report"](results)
+        plt.close("all")
+        cells = [cell for table in report.tables for row in (table.columns, *table.rows) for cell in row]
+        assert [str(cell) for cell in cells if len(str(cell).split()) > 12] == [], study.name
 
 
 def test_reports_of_committed_results_are_up_to_date(script):

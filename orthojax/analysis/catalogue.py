@@ -17,7 +17,7 @@ import numpy as np
 from orthojax.analysis.activations import gaussian_norm_ratio
 from orthojax.analysis.attention import chance_of_first
 from orthojax.config import Config
-from orthojax.formatting import number, percent
+from orthojax.formatting import number, percent, share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,15 +255,13 @@ def chance(name: str, given: Conditions) -> float | None:
 
 
 def show(name: str, value: float) -> str:
-    """Returns a value of a metric as text: four digits of losses and perplexities, three of others.
+    """Returns a value of a metric as text, fractions in percent.
 
-    >>> show("loss_nats", 4.16312), show("kurtosis_first", 14731.6), show("mfu", 0.2813)
-    ('4.163', '14,732', '28.1%')
+    >>> show("loss_nats", 4.16312), show("kurtosis_first", 14731.6), show("first_attention_mass/layer_0", 0.2813)
+    ('4.16', '14,732', '28.1%')
     """
     found = define(name)
-    if found is not None and found.group in ("loss", "quantisation"):
-        return f"{value:.4g}"
-    return f"{value:.1%}" if name == "mfu" else number(value)
+    return share(value) if found is not None and found.unit == "fraction" else number(value)
 
 
 def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) -> str:
@@ -278,7 +276,7 @@ def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) ->
     '3 for a Gaussian'
     >>> metrics = {"perplexity": 10.0, "perplexity_w4a8": 11.0}
     >>> compared_with("perplexity_w4a8", metrics, Conditions(64, 128, 512))
-    '+10.00% against float'
+    '+10% against float'
     """
     found = define(name)
     if found is None:
@@ -286,4 +284,4 @@ def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) ->
     if found.group == "quantisation":
         return f"{percent(metrics[name] / metrics['perplexity'] - 1)} against float" if metrics["perplexity"] else ""
     level = chance(name, given)
-    return "" if level is None else f"{number(level)} {found.chance_words}"
+    return "" if level is None else f"{show(name, level)} {found.chance_words}"

@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax.analysis import activations, attention
-from orthojax.analysis.catalogue import HIDDEN_STATES, Conditions, chance, label
-from orthojax.formatting import align, number
+from orthojax.analysis.catalogue import HIDDEN_STATES, Conditions, chance, label, show
+from orthojax.formatting import align
 
 
 class Row(NamedTuple):
@@ -36,8 +36,9 @@ class Summary(NamedTuple):
     def __str__(self) -> str:
         cells = [["", "mean over layers", "by chance", "largest of a layer", ""]]
         for row in self.rows:
-            chance = "" if math.isnan(row.chance) else number(row.chance)
-            cells.append([row.name, number(row.value), chance, number(row.by_layer.max()), label(row.name)])
+            chance = "" if math.isnan(row.chance) else show(row.name, row.chance)
+            values = (show(row.name, float(value)) for value in (row.value, row.by_layer.max()))
+            cells.append([row.name, next(values), chance, *values, label(row.name)])
         return "\n".join(align(cells))
 
 

@@ -20,7 +20,7 @@ from orthojax.errors import UserError
 from orthojax.experiments import figures
 from orthojax.experiments.report import Picture, Report, Table
 from orthojax.files import finite, require_file
-from orthojax.formatting import number, percent
+from orthojax.formatting import number, percent, signed
 from orthojax.model import Interventions, LoadedModel
 from orthojax.train import Inputs, evaluate_by_head
 from orthojax.train.evaluation import validation_loss_nats
@@ -199,9 +199,9 @@ def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequ
     tables = [metrics_table("Metrics, means over layers and heads", metrics, next(iter(measured.values())).config)]
     for name, of in shown.items():
         tables += [_layer_table(name, of), _head_table(name, of)]
-        title_of_map, weights = next(iter(_by_head(of).items()))
+        metric, weights = next(iter(_by_head(of).items()))
         figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
-        pictures.append(Picture(f"{name}_heads", f"{name}: {title_of_map}, by head.", figure))
+        pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
     return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 
@@ -242,19 +242,16 @@ def _layer_table(name: str, of: Measured) -> Table:
         columns["largest channels"] = largest
     for part, words in {"attention": "attention", "mlp": "the MLP"}.items():
         if (changes := of.arrays.get(f"knocked_out_{part}")) is not None:
-            columns[f"loss change without {words} (nats)"] = [f"{change:+.4f}" for change in changes]
+            columns[f"loss change without {words} (nats)"] = [signed(float(change)) for change in changes]
     rows = [[str(i), *(cells[i] for cells in columns.values())] for i in layers]
     return Table(f"{name}, by layer", ["layer", *columns], rows)
 
 
 def _by_head(of: Measured) -> dict[str, np.ndarray]:
-    """Returns label -> [L, N], attention on the first token before all others."""
-    found = {name: of.arrays[name] for name in analysis.CATALOGUE if name in of.arrays}
+    """Returns metric -> [L, N], attention on the first token before all others."""
+    found = {name: of.arrays[name] for name in (*analysis.CATALOGUE, "knocked_out_head") if name in of.arrays}
     first = "first_attention_mass" if "first_attention_mass" in found else "sink_attention"
-    by_head = {analysis.label(name): x for name, x in ({first: found[first]} | found).items()}
-    if "knocked_out_head" in of.arrays:
-        by_head["loss change without it (nats)"] = of.arrays["knocked_out_head"]
-    return by_head
+    return {first: found[first]} | found
 
 
 def _head_table(name: str, of: Measured) -> Table:
@@ -262,8 +259,10 @@ def _head_table(name: str, of: Measured) -> Table:
     order = np.argsort(-np.nan_to_num(next(iter(found.values()))), axis=None, kind="stable")[:_SHOWN_HEADS]
     rows = []
     for layer, head in (divmod(int(place), N) for place in order):
-        rows.append([f"layer {layer}, head {head}", *(number(float(x[layer, head])) for x in found.values())])
-    return Table(f"{name}, heads with the most attention on the first token", ["", *found], rows)
+        cells = [analysis.show(metric, float(x[layer, head])) for metric, x in found.items()]
+        rows.append([f"layer {layer}, head {head}", *cells])
+    columns = ["loss change without it (nats)" if of == "knocked_out_head" else analysis.label(of) for of in found]
+    return Table(f"{name}, heads with the most attention on the first token", ["", *columns], rows)
 
 
 def _by_layer(of: Measured) -> dict[int, dict[str, float]]:

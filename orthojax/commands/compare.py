@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from orthojax.commands import cli
-from orthojax.config import Config, flatten, from_json
+from orthojax.config import Config, flatten, from_dict
 from orthojax.errors import UserError, printable
 from orthojax.files import read_json, require_file
 
@@ -32,23 +32,24 @@ class _Run(NamedTuple):
 
 
 def _read(path: Path) -> _Run:
+    from orthojax.experiments.stored import COUNT, NUMBER, check, check_metrics
     from orthojax.train import read_metrics
 
     for name in ("config.json", "metrics.jsonl"):
         if not (path / name).exists():
             raise UserError(f"{path} is not a run: it has no {name}", allowed="workdirs of orthojax train")
         require_file(path / name, f"{name} of a run")
-    config = from_json(Config, (path / "config.json").read_text(encoding="utf-8"))
-    logged: dict[int, dict[str, float]] = {}
-    for line in sorted(read_metrics(path / "metrics.jsonl"), key=lambda line: line["step"]):
-        logged.setdefault(line["step"], {}).update((k, float(x)) for k, x in line.items() if isinstance(x, int | float))
+    config = from_dict(Config, read_json(path / "config.json", "config"), f"the config {path / 'config.json'}")
+    lines, logged = read_metrics(path / "metrics.jsonl"), {}
+    for line in lines:
+        check(line["step"], COUNT, f"{path / 'metrics.jsonl'}, step")
+    for line in sorted(lines, key=lambda line: line["step"]):  # what is not finite is that of a run that diverged
+        logged.setdefault(line["step"], {}).update((k, float(x)) for k, x in line.items() if NUMBER.holds(x))
     metrics = {name: value for line in logged.values() for name, value in line.items()}
     metrics.pop("loss_nats", None)  # of a training batch, which the held-out loss must not stand beside
     if (path / "evaluation.json").is_file():
         found = read_json(path / "evaluation.json", "evaluation").get("metrics")
-        if not isinstance(found, dict):
-            raise UserError(f"{path}/evaluation.json has no metrics", allowed="what orthojax evaluate writes")
-        metrics |= found
+        metrics |= check_metrics(found, f"{path / 'evaluation.json'}, metrics")
     return _Run(config, logged, metrics)
 
 

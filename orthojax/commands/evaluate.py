@@ -75,7 +75,7 @@ def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
     for name, value in metrics.items():
         if "/" not in name and name != "sequences":
             found, beside = analysis.define(name), analysis.compared_with(name, metrics, given)
-            row = [f"  {name}", f"{value:.6g}", beside, found.definition if found else ""]
+            row = [f"  {name}", analysis.show(name, value), beside, found.definition if found else ""]
             groups.setdefault(found.group if found else "others", []).append(row)
     aligned = iter(align([row for rows in groups.values() for row in rows]))
     lines = [f"{metrics['sequences']:.0f} held-out sequences of {config.data.sequence_length} tokens"]

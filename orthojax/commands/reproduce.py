@@ -2,7 +2,8 @@
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, for which two CPU cores
 are enough. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
-what is done. --list shows all experiments. --report writes the report of a results.json again.
+what is done. --list shows all experiments, and of each the scale and seeds of the published results. --report writes
+the report of a results.json again.
 """
 
 import os
@@ -26,7 +27,10 @@ def define_flags() -> None:
     flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
     flags.DEFINE_bool("list", False, "List all experiments with their scales, then exit.")
     flags.DEFINE_string(
-        "scale", "tiny", "tiny, deep, overnight: two CPU cores; small: one GPU; paper: the paper's own sizes."
+        "scale",
+        None,
+        "tiny, deep, overnight: two CPU cores; small: one GPU; paper: the paper's own sizes. By default that of the "
+        "published results, which --list shows.",
     )
     flags.DEFINE_string("seeds", None, "Seeds, separated by commas; by default those of the experiment.")
     flags.DEFINE_string("workdir", None, "Folder of the study; runs/EXPERIMENT-SCALE by default.")
@@ -61,10 +65,10 @@ def _seeds() -> tuple[int, ...] | None:
     return seeds
 
 
-def _command(workdir: Path) -> list[str]:
+def _command(workdir: Path, scale: str) -> list[str]:
     """Returns what starts this command in another process, for one run."""
-    names = ("experiment", "scale", "runs_dir", "cache_dir")
-    given = [f"--{name}={FLAGS[name].value}" for name in names] + [f"--workdir={workdir}"]
+    names = ("experiment", "runs_dir", "cache_dir")
+    given = [f"--{name}={FLAGS[name].value}" for name in names] + [f"--workdir={workdir}", f"--scale={scale}"]
     given += [f"--model={','.join(FLAGS.model)}"] if FLAGS.model else []
     given += [f"--compile_cache={FLAGS.compile_cache}"] if FLAGS.compile_cache is not None else []
     start = f"from orthojax import commands; commands.cli.stop_without({os.getpid()}); commands.main()"
@@ -72,7 +76,7 @@ def _command(workdir: Path) -> list[str]:
 
 
 def main(_: list[str]) -> None:
-    if FLAGS.scale not in SCALES:
+    if FLAGS.scale is not None and FLAGS.scale not in SCALES:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
     given, models = _seeds(), {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
 
@@ -85,27 +89,32 @@ def main(_: list[str]) -> None:
     if FLAGS.list:
         for study in ALL:
             print(f"{', '.join((study.name, *study.also))} [{' '.join(study.scales)}]: {study.title}")
+            for scale, published in study.published.items():
+                print(f"    published: --scale={scale} {published}")
         return
     study = find(FLAGS.experiment)
-    workdir = Path(FLAGS.workdir or f"runs/{study.name}-{FLAGS.scale}")
-    if FLAGS.report:
-        results = read_results(study, *map(Path, FLAGS.report))
-    else:
+    results = read_results(study, *map(Path, FLAGS.report)) if FLAGS.report else None
+    scale = results.scale if results else FLAGS.scale or next(iter(study.published), study.scales[0])
+    workdir = Path(FLAGS.workdir or f"runs/{study.name}-{scale}")
+    if results is None:
         keep_compiled_programs(FLAGS.compile_cache)
         seeds = study.seeds if given is None else given
         if FLAGS.only is None:
-            print(printable(f"{study.name}: {study.title}\nworkdir {workdir}, seeds {', '.join(map(str, seeds))}"))
+            about = f"scale {scale}, seeds {', '.join(map(str, seeds))}, workdir {workdir}"
+            print(printable(f"{study.name}: {study.title}\n{about}"))
+            for of, published in study.published.items():
+                print(f"published: --scale={of} {published}" + ("" if of == scale else "; another scale than this"))
         found = {name: find_model(path) for name, path in models.items()}
         results = run_study(
             study,
-            FLAGS.scale,
+            scale,
             seeds,
             workdir,
             runs_dir=Path(FLAGS.runs_dir),
             cache_dir=Path(FLAGS.cache_dir),
             given={name: Given(config, checkpoint) for name, (checkpoint, config) in found.items()},
             jobs=FLAGS.jobs,
-            command=_command(workdir),
+            command=_command(workdir, scale),
             only=FLAGS.only,
         )
         if FLAGS.only is not None:

@@ -51,7 +51,8 @@ def _conforms(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_conforms(value, option) for option in args)
     if hint in (int, float):
-        return isinstance(value, int | hint) and not isinstance(value, bool)
+        of_64_bits = not isinstance(value, int) or abs(value) < 2**63
+        return isinstance(value, int | hint) and not isinstance(value, bool) and of_64_bits
     return isinstance(value, hint)
 
 
@@ -75,7 +76,8 @@ def check_types(config: Any, group: str) -> None:
 
 def _not_valid(path: str, value: Any, hint: Any) -> UserError:
     near = nearest(value, _words(hint)) if isinstance(value, str) else ""
-    return UserError(f"{path}={value!r} is not valid", allowed=describe_type(hint), hint=near)
+    shown = text if len(text := repr(value)) <= 200 else f"{text[:200]}..."
+    return UserError(f"{path}={shown} is not valid", allowed=describe_type(hint), hint=near)
 
 
 def _words(hint: Any) -> list[str]:

@@ -26,6 +26,7 @@ class RopeConfig:
       high_frequency_factor: They do not lower frequencies of wavelengths below original_length / this.
       mscale: `yarn` multiplies rotated channels by m(mscale) / m(mscale_all), with m(k) = 0.1 k ln(factor) + 1.
       mscale_all: `yarn` multiplies all logits by m(mscale_all)^2.
+      truncate: `yarn` rounds the two pairs of channels between which it interpolates outwards.
     """
 
     fraction: float = 1.0
@@ -36,6 +37,7 @@ class RopeConfig:
     high_frequency_factor: float = 4.0
     mscale: float = 1.0
     mscale_all: float = 0.0
+    truncate: bool = True
 
     def __post_init__(self):
         group = "model.rope"

@@ -21,7 +21,7 @@ class RotationConfig:
     Attributes:
       kind: Kind of orthogonal matrix.
       axes: Axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
-        every kernel (`residual`; of one that reads the latent of latent attention, that axis) or of those that write to
+        every kernel (`d_model`; of one that reads the latent of latent attention, that axis) or of those that write to
         the residual stream only (`writers`), or `none`. With
         `output` the first token had outliers after 10,000 steps.
       embeddings: Rotate embedding tables as well, along d_model.
@@ -30,7 +30,7 @@ class RotationConfig:
     """
 
     kind: Literal["haar", "hadamard", "dct", "identity", "signed_permutation"] = "hadamard"
-    axes: Literal["output", "input", "both", "residual", "writers", "none"] = "residual"
+    axes: Literal["output", "input", "both", "d_model", "writers", "none"] = "d_model"
     embeddings: bool = True
     scope: Literal["layer", "parameter", "tree"] = "layer"
     seed: int | None = None

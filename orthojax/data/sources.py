@@ -127,7 +127,7 @@ def text_corpus(paths: Sequence[str | os.PathLike[str]]) -> Source:
             raise UserError("addresses and files on disk are mixed", allowed="one kind of them")
         return _of_addresses(list(map(str, paths)))
     files = find_files(paths)
-    return _of_files(_listed([name for name, _ in files]), files)
+    return _of_files(_listed([name for name, _ in files], [str(path) for _, path in files]), files)
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:
@@ -189,8 +189,10 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
         except Exception as error:  # every file system has errors of its own
             raise _unreadable(address, error) from None
     if not pieces:
-        raise UserError(f"{_listed(addresses)} matches no files", allowed=f"files that end in {', '.join(_FORMATS)}")
-    return Source(_listed(names), digest.hexdigest(), tuple(pieces))
+        raise UserError(
+            f"{_listed(addresses, addresses)} matches no files", allowed=f"files that end in {', '.join(_FORMATS)}"
+        )
+    return Source(_listed(names, names), digest.hexdigest(), tuple(pieces))
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
@@ -241,8 +243,17 @@ def _format(path: PurePath) -> str:
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _listed(names: Sequence[str], paths: Sequence[str]) -> str:
+    """Returns the names of up to four files; of more their number, kind and folders: '1,200 .py files in 3 folders'."""
+    if len(names) <= 4:
+        return ", ".join(names)
+    kinds = {PurePosixPath(name).suffix for name in names}
+    parts = [PurePosixPath(path).parts for path in paths]
+    folders_of = zip(*(of[:-1] for of in parts), strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders_of))
+    folders = {of[shared] for of in parts if len(of) > shared + 1}
+    kind = f"{kinds.pop()} files".strip() if len(kinds) == 1 else "files"
+    return f"{len(names):,} {kind}" + (f" in {len(folders)} folders" if len(folders) > 1 else "")
 
 
 def _unreadable(path: str, error: Exception) -> UserError:

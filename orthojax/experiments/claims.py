@@ -19,7 +19,7 @@ import numpy as np
 
 from orthojax.analysis import chance_of_first
 from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, shared_seeds
-from orthojax.formatting import mean_and_range, percent
+from orthojax.formatting import mean_and_range, number, percent, share
 
 Verdict = Literal["holds", "does not hold", "not testable", "not measured"]
 
@@ -42,7 +42,8 @@ class Expr:
     """A number, or a truth value, of variants: its text, and what computes it.
 
     `terms` are the metrics of variants that it reads and `names` these variants. `binding` says how tightly its
-    outermost operator binds, which decides on parentheses.
+    outermost operator binds, which decides on parentheses. `show` writes a value, `lacks` says in numbers what a truth
+    value needs that is not so, and `brief` are shorter words for it there.
     """
 
     text: str
@@ -50,11 +51,20 @@ class Expr:
     terms: tuple[tuple[Quantity, str], ...] = ()
     names: frozenset[str] = frozenset()
     binding: int = 9
+    show: Callable[[float], str] = number
+    lacks: Callable[[Scope], str] | None = None
+    brief: str = ""
+
+    def shortfall(self, scope: Scope) -> str:
+        """Returns in numbers why it does not hold, such as 'kurtosis, other tokens: vanilla 3.33, needs at least 4'."""
+        return self.lacks(scope) if self.lacks else f"needs {self.text}"
 
     def in_every_seed(self) -> "Expr":
         """Returns whether it holds with the numbers of each seed instead of their means."""
         every = lambda scope: all(self.value(seed) for seed in scope.seeds())  # noqa: E731
-        return dataclasses.replace(self, text=f"{_within(self, 2)} in every seed", value=every, binding=2)
+        first = lambda scope: next(self.shortfall(seed) for seed in scope.seeds() if not self.value(seed))  # noqa: E731
+        lacks = lambda scope: f"{first(scope)} in every seed"  # noqa: E731
+        return dataclasses.replace(self, text=f"{_within(self, 2)} in every seed", value=every, binding=2, lacks=lacks)
 
     def __add__(self, other: Any) -> "Expr":
         return _binary("+", operator.add, 5, self, other)
@@ -90,13 +100,19 @@ class Expr:
 
     def __and__(self, other: "Expr") -> "Expr":
         text = f"{_within(self, 1)} and {_within(other, 1)}"
-        return _joined(text, lambda scope: self.value(scope) and other.value(scope), (self, other), 1)
+        lacks = lambda scope: (other if self.value(scope) else self).shortfall(scope)  # noqa: E731
+        both = _joined(text, lambda scope: self.value(scope) and other.value(scope), (self, other), 1)
+        return dataclasses.replace(both, lacks=lacks)
 
     def __or__(self, other: "Expr") -> "Expr":
-        return _joined(f"{self.text} or {other.text}", lambda s: self.value(s) or other.value(s), (self, other), 0)
+        told = [of for of in (self, other) if of.lacks] or [self]
+        lacks = lambda scope: ", or ".join(of.shortfall(scope) for of in told)  # noqa: E731
+        either = _joined(f"{self.text} or {other.text}", lambda s: self.value(s) or other.value(s), (self, other), 0)
+        return dataclasses.replace(either, lacks=lacks)
 
     def __invert__(self) -> "Expr":
-        return dataclasses.replace(self, text=f"not {_within(self, 3)}", value=lambda s: not self.value(s), binding=2)
+        text = f"not {_within(self, 3)}"
+        return dataclasses.replace(self, text=text, value=lambda s: not self.value(s), binding=2, lacks=None)
 
     def __abs__(self) -> "Expr":
         return dataclasses.replace(self, text=f"|{self.text}|", value=lambda s: abs(self.value(s)), binding=9)
@@ -115,14 +131,23 @@ def _as_expr(given: Any) -> Expr:
 
 def _joined(text: str, value: Callable[[Scope], Any], of: Sequence[Expr], binding: int = 9) -> Expr:
     terms = tuple(dict.fromkeys(term for expr in of for term in expr.terms))
-    return Expr(text, value, terms, frozenset().union(*(expr.names for expr in of)), binding)
+    show = next((expr.show for expr in of if expr.show is not number), number)
+    return Expr(text, value, terms, frozenset().union(*(expr.names for expr in of)), binding, show)
+
+
+_NEEDS = {"<": "less than", "<=": "at most", ">": "more than", ">=": "at least"}
 
 
 def _binary(symbol: str, of: Callable[[Any, Any], Any], binding: int, a: Any, b: Any) -> Expr:
     a, b = _as_expr(a), _as_expr(b)
     compares = binding == 4  # a comparison of comparisons needs parentheses on both sides
     text = f"{_within(a, binding + compares)} {symbol} {_within(b, binding + (compares or symbol in '-/'))}"
-    return _joined(text, lambda scope: of(a.value(scope), b.value(scope)), (a, b), binding)
+    joined = _joined(text, lambda scope: of(a.value(scope), b.value(scope)), (a, b), binding)
+    show = joined.show
+    if not compares:
+        return dataclasses.replace(joined, show=number if symbol == "/" else show)
+    lacks = lambda s: f"{a.brief or a.text} {show(a.value(s))}, needs {_NEEDS[symbol]} {show(b.value(s))}"  # noqa: E731
+    return dataclasses.replace(joined, lacks=lacks)
 
 
 class Metric(Quantity):
@@ -130,7 +155,9 @@ class Metric(Quantity):
 
     def __getitem__(self, variant: str) -> Expr:
         value = lambda scope: scope.results[variant][self]  # noqa: E731
-        return Expr(f"{self.name} of {variant}", value, ((self, variant),), frozenset([variant]))
+        show = share if self.is_share else self.show or number
+        names, brief = frozenset([variant]), f"{self.label}: {variant}"
+        return Expr(f"{self.name} of {variant}", value, ((self, variant),), names, show=show, brief=brief)
 
 
 def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
@@ -142,12 +169,19 @@ def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
 
 def largest(*exprs: Any) -> Expr:
     """Returns the largest of several expressions."""
-    return function("max", lambda *values: max(values), *exprs)
+    return _extreme("max", "largest", max, exprs)
 
 
 def smallest(*exprs: Any) -> Expr:
     """Returns the smallest of several expressions."""
-    return function("min", lambda *values: min(values), *exprs)
+    return _extreme("min", "smallest", min, exprs)
+
+
+def _extreme(name: str, word: str, of: Callable[[Sequence[float]], float], exprs: Sequence[Any]) -> Expr:
+    found = function(name, lambda *values: of(values), *exprs)
+    metrics = " and ".join(dict.fromkeys(metric.label for metric, _ in found.terms))
+    variants = ", ".join(dict.fromkeys(variant for _, variant in found.terms))
+    return dataclasses.replace(found, brief=f"{word} of {metrics}: {variants}" if found.terms else "")
 
 
 def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:
@@ -259,13 +293,18 @@ def not_measured(says: str, because: str) -> Claim:
 
 
 class Case(NamedTuple):
-    """A case of a claim: what `*` stands for, whether it is testable and holds, and its numbers."""
+    """A case of a claim: what `*` stands for, whether it holds, its numbers, and what it lacks unless it is testable.
+
+    `reads` are the (label, variant) of these numbers.
+    """
 
     name: str
     testable: bool
     holds: bool
     size: float
     numbers: Sequence[str]
+    lacks: str
+    reads: frozenset[tuple[str, str]]
 
 
 class Judged(NamedTuple):
@@ -289,7 +328,7 @@ def judge(claim: Claim, results: Results) -> Judged:
             ordered = sorted(names)
             found = shared_seeds([results[name.replace("*", case)] for name in ordered])
             cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, found, strict=True)), all_variants)))
-        except Missing as error:
+        except (Missing, ArithmeticError) as error:
             missing.append(f"{case}: {error}" if case else str(error))
     if claim.largest is not None and cases:
         cases = [max(cases, key=lambda case: (case.testable, case.size))]
@@ -322,12 +361,12 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
     terms = [(metric, scope.results[name]) for metric, name in claim.holds.terms]
     for metric, of in sorted(terms, key=lambda term: order[term[1].name]):
         paper = f" ({paper})" if (paper := of.printed(metric)) else ""
-        number = mean_and_range(of.values(metric), metric.show)
-        parts.setdefault(metric, []).append(f"{of.name} {number}{paper}")
+        parts.setdefault(metric, []).append(f"{of.name} {mean_and_range(of.values(metric), metric.text)}{paper}")
     texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
     if claim.note:
         texts.append(claim.note(scope))
-    return Case(case, testable, holds, size, texts)
+    lacks = "" if testable or claim.given is None else claim.given.shortfall(scope).replace("*", case)
+    return Case(case, testable, holds, size, texts, lacks, frozenset((of.label, result.name) for of, result in terms))
 
 
 # The metrics and criteria that many claims share.
@@ -338,7 +377,7 @@ NO_OUTLIERS = 3.5  # and below this none
 PPL, FRACTION, MASS = Metric("perplexity"), Metric("first_attention_fraction"), Metric("first_attention_mass")
 FIRST, REST = Metric("kurtosis_first"), Metric("kurtosis_rest")
 MAX_FIRST, MAX_REST = Metric("max_abs_first"), Metric("max_abs_rest")
-CHANCE = Metric("chance", lambda of: chance_of_first(int(of["data.sequence_length"])))
+CHANCE = Metric("chance", lambda of: chance_of_first(int(of["data.sequence_length"])), share)
 COARSE, MODERATE, _ = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
 INT4 = "int4_zeropoint"
 

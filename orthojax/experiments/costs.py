@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from orthojax.config import Config
+from orthojax.experiments.stored import NUMBER, check
 from orthojax.files import read_json, write_text
 from orthojax.train import init_state, make_mesh, make_train_step, place_rows, state_shapes
 
@@ -29,7 +30,9 @@ def step_costs(
       state and of the compiled program; nothing of a variant that does not fit into memory.
     """
     if path.exists():
-        return read_json(path, "costs")
+        costs = read_json(path, "costs")
+        check(costs, {...: {...: NUMBER}}, str(path))
+        return costs
     costs: dict[str, dict[str, float]] = {}
     for base in dict.fromkeys(map(reference, configs)):
         group = {name: config for name, config in configs.items() if reference(name) == base}

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
@@ -48,11 +48,12 @@ def lines(
     y_scale: Scale = "linear",
     references: Mapping[str, float] | None = None,
     looks: Mapping[str, Look] | None = None,
+    ends: Callable[[float], str] | None = None,
 ) -> Figure:
     """Draws curves with a band from the smallest to the largest seed, in panels on one scale.
 
     `panels` is title -> label -> (x [n], y [seeds, n]), `references` words -> y of horizontal lines, and `looks` label
-    -> (colour, dash); by order if None.
+    -> (colour, dash); by order if None. `ends` writes the last mean of a curve beside it, in panels of up to four.
     """
     labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
     pairs = ((color, dash) for dash in cycle(DASHES) for color in COLORS)
@@ -68,6 +69,9 @@ def lines(
                 color, dash = looks[name]
                 y, few = np.atleast_2d(y), "o" if len(x) <= 12 else None
                 axes.plot(x, y.mean(0), color=color, linestyle=dash, label=name, marker=few, markersize=4)
+                if ends and len(curves) <= 4:
+                    last = (x[-1], y.mean(0)[-1])
+                    axes.annotate(ends(last[1]), last, (4, -3), textcoords="offset points", color=color, fontsize=8.5)
                 if len(y) > 1:
                     axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             _refer(axes, references)
@@ -131,6 +135,21 @@ def bars(
         axes.grid(visible=False, axis="x")
         axes.set(ylabel=textwrap.fill(y_label, 40), yscale=y_scale)
         _finish(figure, [axes], 1, "linear", y_scale)
+    return figure
+
+
+def numbers(panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]]) -> Figure:
+    """Draws a bar for the mean of each number with its text below, and its seeds: title -> name -> (values, text)."""
+    with plt.rc_context({**_STYLE, "axes.spines.left": False, "axes.grid": False}):
+        figure, grid = plt.subplots(1, len(panels), figsize=(2.6 * len(panels) + 0.4, 2.8), squeeze=False)
+        for axes, (title, of) in zip(grid.flat, panels.items(), strict=True):
+            for at, ((values, _), color) in enumerate(zip(of.values(), cycle(COLORS), strict=False)):
+                axes.bar(at, np.mean(values), 0.6, color=color)
+                axes.plot([at] * len(values), values, ".", color="#333333", markersize=4)
+            words = [f"{textwrap.fill(name.replace('_', ' '), 14)}\n{text}" for name, (_, text) in of.items()]
+            axes.set_xticks(range(len(of)), words, weight="bold")
+            axes.set(title=textwrap.fill(title, 26), yticks=[])
+            axes.margins(x=0.2)
     return figure
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ import numpy as np
 from orthojax import analysis
 from orthojax.data import load_tokenizer
 from orthojax.errors import UserError
+from orthojax.experiments.stored import check_metrics
 from orthojax.files import finite, read_json, write_atomically, write_text
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate
@@ -46,33 +46,22 @@ class Measure:
     def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> dict[str, float]:
         """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
 
-        What was changed since, by its sha256 (which older files lack), is measured again.
+        Raises:
+          UserError: If what is stored was changed; older files have no sha256 that tells.
         """
         path = folder / "measured" / f"{self.name}.json"
-        if (stored := _stored(path)) is not None:
-            return stored
-        measured = self.measure(load(), inputs, say)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if measured.arrays:  # first, so that the metrics stand for both
-            save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
-            write_atomically(path.with_suffix(".npz"), save)
-        metrics = finite(measured.metrics)
-        write_text(path, json.dumps(metrics | {"sha256": _digest(path, metrics)}, indent=2) + "\n")
-        return metrics
-
-
-def _stored(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        metrics = read_json(path, "measurement")
-        if metrics.pop("sha256", None) in (None, _digest(path, metrics)):
-            return metrics
-        problem = f"{path} or its arrays were changed"
-    except UserError as error:
-        problem = str(error).partition("\n")[0]
-    print(f"warning: {problem}; measuring again", file=sys.stderr)
-    return None
+        if not path.exists():
+            measured = self.measure(load(), inputs, say)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if measured.arrays:  # first, so that the metrics stand for both
+                save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
+                write_atomically(path.with_suffix(".npz"), save)
+            metrics = finite(measured.metrics)
+            write_text(path, json.dumps(metrics | {"sha256": _digest(path, metrics)}, indent=2) + "\n")
+        stored = read_json(path, f"measurement {self.name}")
+        if stored.pop("sha256", None) not in (None, _digest(path, stored)):
+            raise UserError(f"{path} or its arrays were changed", hint="without that file they are measured again")
+        return check_metrics(stored, str(path))
 
 
 def _digest(path: Path, metrics: Mapping[str, Any]) -> str:

@@ -6,13 +6,14 @@ are names separated by spaces, `rows` patterns of variants, all of them if empty
 Variants that lack a metric are left out.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from orthojax.analysis.catalogue import label
-from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, scatter
+from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, numbers, scatter
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
 from orthojax.experiments.tables import Quantities, quantities
@@ -129,9 +130,24 @@ def _curves(
         raise gone or Missing(of.metrics)
     y_label, panels = (label(metrics[0]), {"": panels.popitem()[1]}) if len(panels) == 1 else ("", panels)
     figure = lines(panels, x_label=x_label, y_label=y_label, x_scale=x_scale, y_scale=of.y_scale,
-                   references=of.references, looks=_looks(shown))  # fmt: skip
+                   references=of.references, looks=_looks(shown),
+                   ends=as_quantity(metrics[0]).text if isinstance(of, ByStep) else None)  # fmt: skip
     words = "; ".join(map(label, metrics))
     return [Picture(of.name or name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
+
+
+def headlines(results: Results) -> list[Picture]:
+    """Draws the numbers on top of the page as they stand there, the means over seeds."""
+    panels: dict[str, dict[str, tuple[list[float], str]]] = {}
+    for metric, *names in results.study.headlines:
+        of = as_quantity(metric)
+        with contextlib.suppress(Missing):
+            found = {name: (results[name].values(of), of.text(results[name][of])) for name in names}
+            panels.setdefault(of.label, {}).update(found)
+    if not panels:
+        return []
+    caption = f"{'; '.join(panels)}: means over seeds, which are the points."
+    return [Picture("headlines", f"{caption[:1].upper()}{caption[1:]}", numbers(panels))]
 
 
 LOSS = ByStep("validation_loss_nats", name="training_curves")

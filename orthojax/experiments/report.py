@@ -1,6 +1,7 @@
 """A report and its three forms: lines on the console, Markdown, and one self-contained HTML page."""
 
 import base64
+import hashlib
 import io
 import re
 import urllib.parse
@@ -13,6 +14,7 @@ import jinja2
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from orthojax.errors import printable
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.formatting import align
 
@@ -106,7 +108,10 @@ def write_report(report: Report, workdir: Path) -> None:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    write_text(workdir / "report.html", environment.get_template("page.html").render(report=report, images=images))
+    style = environment.get_template("page.css").render()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # all else the page forbids itself
+    values = {"report": report, "images": images, "style": style, "style_hash": f"sha256-{digest}"}
+    write_text(workdir / "report.html", environment.get_template("page.html").render(values))
 
 
 def svg(figure: Figure) -> bytes:
@@ -132,7 +137,7 @@ def print_report(report: Report) -> None:
     for metric, numbers, what in report.headlines:
         print(f"{metric}: {numbers} ({what})")
     for failure in report.failures:
-        print(f"failed: {failure}")
+        print(printable(f"failed: {failure}"))
 
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$<]|(?<![^\W_])_|_(?![^\W_])|&(?=[#\w])")

@@ -4,16 +4,26 @@ import dataclasses
 import io
 import math
 import operator
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from orthojax.analysis.catalogue import label
+from orthojax.analysis.catalogue import define, label
 from orthojax.config import Config
-from orthojax.formatting import number
+from orthojax.errors import UserError
+from orthojax.formatting import number, share
 from orthojax.train import read_metrics
+
+# Fractions of a whole that single experiments measure; those of every model are in the catalogue.
+_SHARES = frozenset(
+    "first_key active_first_key trigger_keys active_trigger_keys delimiter_key delimiter_key_triggers largest_token "
+    "largest_token_equal triggers_found others_called_triggers dormant_sink first_weight bos_weight null_mass_rest "
+    "null_at_start gradient_weak_share largest_share winner_mass winner_fraction winner_of_heads winner_of_sequences "
+    "others_mass largest_mass_of_sequence".split()
+)
 
 
 class Missing(Exception):
@@ -55,21 +65,36 @@ class Quantity:
     Attributes:
       name: A key of results.json, or with `of` the label of what that computes.
       of: Computes it from the numbers of one seed.
-      show: Formats it.
+      show: Formats it; None for three digits, or percent of a metric that is a fraction.
     """
 
     name: str
     of: Callable[[Numbers], float] | None = None
-    show: Callable[[float], str] = number
+    show: Callable[[float], str] | None = None
 
     @property
     def label(self) -> str:
         """The words for it in tables."""
         return self.name if self.of else label(self.name)
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a fraction of a whole, written in percent."""
+        if self.of or self.show:
+            return self.show is share
+        found, base = define(self.name), self.name.rpartition(": ")[2].partition("/")[0]
+        return base in _SHARES or (found is not None and found.unit == "fraction")
+
+    def text(self, value: float) -> str:
+        """Writes a value."""
+        return (self.show or (share if self.is_share else number))(value)
+
     def __call__(self, numbers: Numbers) -> float:
-        """Returns the value of one seed."""
-        return self.of(numbers) if self.of else numbers[self.name]
+        """Returns the value of one seed; `Missing` where a formula has none, as a ratio to 0."""
+        try:
+            return self.of(numbers) if self.of else numbers[self.name]
+        except ArithmeticError:
+            raise Missing(self.name) from None
 
 
 def as_quantity(given: "str | Quantity") -> Quantity:
@@ -101,7 +126,7 @@ class Result:
     def printed(self, metric: Quantity) -> str:
         """Returns the words "paper 31.2" with the number that the paper prints; "" if it prints none."""
         try:
-            return f"paper {metric.show(metric(self.paper))}"
+            return f"paper {metric.text(metric(self.paper))}"
         except Missing:
             return ""
 
@@ -146,8 +171,11 @@ class Result:
         path = folder / "measured" / f"{measure}.npz" if folder else None
         if path is None or not path.exists():
             raise Missing(f"arrays {measure} of {self.name}")
-        with np.load(io.BytesIO(path.read_bytes())) as loaded:
-            return dict(loaded)
+        try:
+            with np.load(io.BytesIO(path.read_bytes())) as loaded:
+                return dict(loaded)
+        except (ValueError, EOFError, zipfile.BadZipFile):
+            raise UserError(f"{path} is no .npz file of arrays", allowed="to delete it: it is measured again") from None
 
     def logged(self, key: str) -> tuple[list[int], np.ndarray]:
         """Reads one entry of metrics.jsonl at the steps that all seeds have: (steps [n], values [seeds, n]).

@@ -20,6 +20,7 @@ from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, require_same_ids
 from orthojax.experiments.results import Results
+from orthojax.experiments.stored import COMPUTED, SECONDS, check
 from orthojax.experiments.study import Given, Study, results_of
 from orthojax.files import finite, make_folder, read_json, write_text
 from orthojax.machine import available_memory_bytes, environment
@@ -150,7 +151,9 @@ def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
                 for row in study.rows(seed)
             ]
         write_text(path, json.dumps({"rows": rows}) + "\n")
-    return [{"variant": row["variant"], "seed": seed, **row} for row in read_json(path, "computed rows")["rows"]]
+    computed = read_json(path, "computed rows")
+    check(computed, COMPUTED, str(path))
+    return [{"variant": row["variant"], "seed": seed, **row} for row in computed["rows"]]
 
 
 def _trained(
@@ -206,7 +209,9 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     try:
         checkpoint = run.given.checkpoint if run.given else _train(run, inputs, say)
         if (trained := run.folder / "trained.json").exists():
-            row["seconds"] = read_json(trained, "note on a training")["seconds"]
+            note = read_json(trained, "note on a training")
+            check(note, {"seconds": SECONDS}, str(trained))
+            row["seconds"] = note["seconds"]
 
         def loaded() -> Any:
             model = load(checkpoint)._replace(config=run.config)

@@ -1,7 +1,9 @@
 """A study as data: what runs, what is claimed of it, and what its report shows."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,10 +12,11 @@ from orthojax.config import Config, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.claims import Claim, Judged, judge
 from orthojax.experiments.measures import Measure
-from orthojax.experiments.report import Picture, Report, Table, Verdict
+from orthojax.experiments.pictures import headlines
+from orthojax.experiments.report import Cell, Picture, Report, Table, Verdict
 from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
+from orthojax.experiments.stored import check_unique, check_variants, read_results_file
 from orthojax.experiments.tables import Columns, Quantities
-from orthojax.files import read_json
 from orthojax.formatting import number
 
 
@@ -37,6 +40,32 @@ class Row(NamedTuple):
     variant: str
     metrics: Mapping[str, float]
     overrides: Mapping[str, Any] = MappingProxyType({})
+
+
+class Published(NamedTuple):
+    """Where committed numbers of a study come from.
+
+    Attributes:
+      seeds: All of them.
+      minutes: Of one seed, summed over its runs, as they were committed; 0 if that is not known. Nothing is
+        extrapolated from the machine at hand, on which other work may be running.
+      made: Date and device.
+    """
+
+    seeds: tuple[int, ...]
+    minutes: float
+    made: str
+
+    def __str__(self) -> str:
+        took = f": {number(self.minutes)} minutes a seed summed over runs" if self.minutes else ""
+        return f"--seeds={','.join(map(str, self.seeds))}{took} ({self.made})"
+
+
+@functools.cache
+def _published() -> dict[str, dict[str, Published]]:
+    content = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
+    at = lambda of: Published(tuple(of["seeds"]), of["minutes"], of["made"])  # noqa: E731
+    return {name: {scale: at(of) for scale, of in scales.items()} for name, scales in content.items()}
 
 
 Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper prints
@@ -91,6 +120,11 @@ class Study:
     headlines: Sequence[tuple[str | Quantity, str, str]] = ()
     note: str | Callable[[Results], str] = ""
 
+    @property
+    def published(self) -> Mapping[str, Published]:
+        """What results/ has of it, by scale, as `python results/verdicts.py --write` noted it."""
+        return _published().get(self.name, {})
+
     def runs_at(self, scale: str) -> Mapping[str, Config]:
         """Returns the runs of one scale; none of a computation.
 
@@ -123,14 +157,17 @@ def read_results(study: Study, folder: Path, *more: Path) -> Results:
     """Reads results.json of a folder, of the study or of one that has some of its variants; adds rows of further ones.
 
     Raises:
-      UserError: If there is none, or if it has no variant of the study.
+      UserError: If there is none, for one of another shape, and if it has no variant of the study.
     """
-    raw, *others = [read_json(at / "results.json", "results.json") for at in (folder, *more)]
-    if missing := {"experiment", "scale", "provenance", "rows"} - raw.keys():
-        raise UserError(f"{folder}/results.json has no {min(missing)!r}", allowed="one that orthojax reproduce wrote")
-    rows = [row for part in (raw, *others) for row in part["rows"]]
-    seeds = sorted({seed for part in (raw, *others) for seed in part["provenance"].get("seeds", ())})
-    raw = raw | {"rows": rows, "provenance": raw["provenance"] | {"seeds": seeds}}
+    parts = [read_results_file(at / "results.json") for at in (folder, *more)]
+    for at, part in zip((folder, *more), parts, strict=True):
+        if part["scale"] not in study.scales or part["scale"] != parts[0]["scale"]:
+            allowed = " | ".join(study.scales if at == folder else [parts[0]["scale"]])
+            raise UserError(f"{at}/results.json is of scale {part['scale']!r}", allowed=allowed)
+    rows = [row for part in parts for row in part["rows"]]
+    check_unique(rows, " and ".join(map(str, (folder, *more))))
+    seeds = sorted({seed for part in parts for seed in part["provenance"]["seeds"]})
+    raw = parts[0] | {"rows": rows, "provenance": parts[0]["provenance"] | {"seeds": seeds}}
     return results_of(study, raw, folder)
 
 
@@ -139,6 +176,8 @@ def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> R
     configs = dict(study.runs_at(raw["scale"]))
     if study.runs:
         own = raw["experiment"] == study.name
+        if own:
+            check_variants(raw["rows"], configs, f"{folder}/results.json")
         rows = [row for row in raw["rows"] if own or row["variant"] in configs]
         if not rows:
             raise UserError(f"{folder}/results.json has no variant of {study.name!r}", allowed=raw["experiment"])
@@ -166,23 +205,37 @@ def make_report(results: Results) -> Report:
             continue
         tables += [built] if isinstance(built, Table) else built
     pictures: list[Picture] = []
-    for draw in study.pictures:
+    for draw in (headlines, *study.pictures):
         try:
             pictures += draw(results)
         except Missing:
             continue
+    judged = [judge(claim, results) for claim in study.claims]
+    untestable = {read for of in judged for case in of.cases if not case.testable for read in case.reads}
     note = study.note(results) if callable(study.note) else study.note
     return Report(
         title=study.title[:1].upper() + study.title[1:],
         setting=_setting(results),
         sentences=[note, *_about_the_data(results)],
         headlines=_headlines(results),
-        verdicts=[as_verdict(judge(claim, results)) for claim in study.claims],
-        tables=tables,
+        verdicts=[as_verdict(of) for of in judged],
+        tables=[_plain(table, untestable) for table in tables],
         pictures=pictures,
         notes=_notes(results),
         failures=results.failures(),
     )
+
+
+def _plain(table: Table, untestable: Collection[tuple[str, str]]) -> Table:
+    """Returns a table in which nothing is bold that a claim calls not testable, by column and row."""
+    rows = [
+        [
+            of._replace(bold=False) if isinstance(of, Cell) and (column, row[0]) in untestable else of
+            for column, of in zip(table.columns, row, strict=True)
+        ]
+        for row in table.rows
+    ]
+    return table._replace(rows=rows)
 
 
 def as_verdict(judged: Judged) -> Verdict:
@@ -190,7 +243,7 @@ def as_verdict(judged: Judged) -> Verdict:
     claim, numbers = judged.claim, []
     for case in judged.cases:
         mark = "" if len(judged.cases) == 1 else "" if case.holds else " (does not hold)"
-        mark = mark if case.testable else " (not testable)"
+        mark = mark if case.testable else f" (not testable: {case.lacks})"
         numbers.append(": ".join(filter(None, (case.name, "; ".join(case.numbers)))) + mark)
     remarks = [f"Not measured: {claim.unmeasured}"] if claim.unmeasured else []
     if judged.missing:
@@ -208,7 +261,7 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
     for metric, before, after in results.study.headlines:
         quantity = as_quantity(metric)
         try:
-            numbers = [quantity.show(results[name][quantity]) for name in (before, after)]
+            numbers = [quantity.text(results[name][quantity]) for name in (before, after)]
         except Missing:
             continue
         found.append((quantity.label, " → ".join(numbers), f"{before} → {after}"))
@@ -219,12 +272,15 @@ def _setting(results: Results) -> str:
     provenance, seeds = results.raw["provenance"], results.seeds
     parts = [f"scale {results.scale}"] if results.study.runs else []
     parts.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
-    return " · ".join([*parts, *(str(provenance[key]) for key in ("date", "device") if key in provenance)])
+    return " · ".join([*parts, *(provenance[key] for key in ("date", "device") if key in provenance)])
 
 
 def _about_the_data(results: Results) -> list[str]:
     configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
-    sentences = []
+    sentences, elsewhere = [], results.study.published
+    if elsewhere and results.scale not in elsewhere:
+        commands = [f"--scale={scale} {of}" for scale, of in elsewhere.items()]
+        sentences.append(f"What is published of this experiment is another scale: {'; '.join(commands)}.")
     if len(results.seeds) == 1 and configs:
         sentences.append("One seed is an anecdote: --seeds=0,1,2 shows the spread.")
     if any(config.data.kind == "embedded" for config in configs):
@@ -235,13 +291,19 @@ def _about_the_data(results: Results) -> list[str]:
     return sentences
 
 
-def _notes(results: Results) -> list[str]:
-    provenance, seeds = results.raw["provenance"], ",".join(map(str, results.seeds))
+def command(results: Results) -> str:
+    """Returns the command that makes these numbers, with scale and seeds."""
     scale = f" --scale={results.scale}" if results.study.runs else ""
-    notes = [f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}"]
+    return f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={','.join(map(str, results.seeds))}"
+
+
+def _notes(results: Results) -> list[str]:
+    provenance, notes = results.raw["provenance"], [command(results)]
+    if given := [result.name for result in results.values() if result.given]:
+        notes.append(f"existing models, by --model=NAME=PATH or as installed: {', '.join(given)}")
     if "versions" in provenance:
-        versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
-        notes.append(f"{provenance['date']}, {provenance['device']}, {versions}")
+        versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
+        notes.append(", ".join([*(provenance[key] for key in ("date", "device") if key in provenance), *versions]))
     for entry in provenance.get("data", ()):
         tokens = f", {entry['train']['n_tokens']:,} training tokens" if "train" in entry else ""
         notes.append(f"{entry['source']}{tokens}, sha256 {entry.get('source_sha256', 'unknown')}")

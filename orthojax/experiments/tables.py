@@ -8,6 +8,7 @@ import numpy as np
 
 from orthojax.experiments.report import Cell, Table
 from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
+from orthojax.formatting import percent, signed
 
 Quantities = str | Sequence[str | Quantity]  # names of metrics separated by spaces, or several of them
 
@@ -23,11 +24,11 @@ def cell(result: Result, quantity: Quantity) -> Cell:
     values, paper = result.values(quantity), result.printed(quantity)
     if not values:
         return Cell("-" if result.seeds else "failed" if result.started else "not run", paper)
-    low, high = quantity.show(min(values)), quantity.show(max(values))
+    low, high = quantity.text(min(values)), quantity.text(max(values))
     spread = f"{low} to {high}" if low != high else ""
     if len(values) < len(result.seeds):
         spread = f"{spread} in {len(values)} of {len(result.seeds)} seeds"
-    return Cell(quantity.show(float(np.mean(values))), "; ".join(filter(None, (spread, paper))))
+    return Cell(quantity.text(float(np.mean(values))), "; ".join(filter(None, (spread, paper))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +58,13 @@ class Printed:
     def __call__(self, results: Results) -> Table:
         """Builds the table."""
         columns = quantities(self.metrics)
-        rows = [[name, *(of.show(of(Numbers(printed))) for of in columns)] for name, printed in self.paper.items()]
+        rows = [[name, *(of.text(of(Numbers(printed))) for of in columns)] for name, printed in self.paper.items()]
         return Table(self.caption, ["", *(of.label for of in columns)], rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """Changes of variants from a reference, paired by seed, with 95% confidence intervals; bold if they exclude 0.
+    """Changes of variants from a reference, paired by seed, with 95% intervals of three seeds or more.
 
     `rows` are patterns of the variants that are compared with `reference`, in which `*` stands for the same. The change
     of the metrics in `changes` is relative.
@@ -93,38 +94,42 @@ class Paired:
 Pairs = Mapping[int, tuple[float, float]]  # seed -> (value, value of the reference)
 
 
-def _paired(result: Result, reference: Result, of: Quantity, text: Callable[[Pairs], Cell]) -> Cell:
+def _paired(result: Result, reference: Result, of: Quantity, text: Callable[[Pairs, Quantity], Cell]) -> Cell:
     try:
-        return text(pairs(result, reference, of))
+        return text(pairs(result, reference, of), of)
     except Missing:
         return Cell("-")
 
 
-def difference(of: Pairs) -> Cell:
-    """Returns the mean difference, paired by seed, and with several seeds its 95% confidence interval.
+def difference(of: Pairs, metric: Quantity) -> Cell:
+    """Returns the mean difference, paired by seed, and with three seeds or more its 95% confidence interval.
 
-    >>> str(difference({0: (3.0, 1.0)}))
+    >>> str(difference({0: (3.0, 1.0)}, Quantity("kurtosis_first")))
     '+2'
+    >>> str(difference({0: (0.1, 0.2), 1: (0.2, 0.4)}, Quantity("first_attention_fraction")))
+    '-10 points and -20 points'
     """
-    return _interval([a - b for a, b in of.values()], "{:+.3g}".format, "")
+    show = (lambda x: f"{percent(x)[:-1]} points") if metric.is_share else signed
+    return _interval([a - b for a, b in of.values()], show)
 
 
-def change(of: Pairs) -> Cell:
+def change(of: Pairs, metric: Quantity) -> Cell:
     """Returns the geometric mean of the relative change, and its interval from logarithms.
 
-    >>> str(change({0: (98.0, 100.0), 1: (99.0, 100.0), 2: (99.4, 100.0)}))
-    '-1.2% (95% CI -3.0 to +0.6)'
+    >>> str(change({0: (98.0, 100.0), 1: (99.0, 100.0), 2: (99.4, 100.0)}, Quantity("perplexity")))
+    '-1.2% (95% CI -2.98% to +0.608%)'
     """
     if any(not value > 0 for pair in of.values() for value in pair):
         return Cell("not above 0")
-    return _interval([math.log(a / b) for a, b in of.values()], lambda x: f"{100 * math.expm1(x):+,.1f}", "%")
+    return _interval([math.log(a / b) for a, b in of.values()], lambda x: percent(float(np.expm1(x))))
 
 
-def _interval(values: Sequence[float], show: Callable[[float], str], unit: str) -> Cell:
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return Cell(show(mean) + unit)
+def _interval(values: Sequence[float], show: Callable[[float], str]) -> Cell:
+    """Returns the mean and its 95% interval, bold if it excludes 0; of one or two seeds the values alone."""
+    if len(values) < 3:
+        return Cell(" and ".join(map(show, values)))
     from scipy import stats  # here, because it takes a second to import
 
+    mean = float(np.mean(values))
     low, high = (mean, mean) if np.ptp(values) == 0 else stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    return Cell(show(mean) + unit, f"95% CI {show(low)} to {show(high)}", bold=bool(low > 0 or high < 0))
+    return Cell(show(mean), f"95% CI {show(low)} to {show(high)}", bold=bool(low > 0 or high < 0))

@@ -4,9 +4,6 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 queries and keys, D d_model.
 """
 
-from functools import partial
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -49,11 +46,12 @@ class Attention(Part):
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         if cached is not None and implementation in ("cudnn", "splash"):
             implementation = None  # a kernel may refuse one query, or an odd number of them
-        attend = partial(_attend, normalizer=normalizer, scale=_scales(c)[1], implementation=implementation)
         bias, shown = given.attention_bias, None
         if given.forced_share is None:
             mask = visible if masked else None
-            heads = attend(query, key, value, bias, mask, is_causal=not masked, local_window_size=window)
+            options = {"normalizer": normalizer, "scale": _scales(c)[1], "implementation": implementation}
+            options |= {"is_causal": not masked, "local_window_size": window}
+            heads = dot_product_attention(query, key, value, bias, mask, **options)
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
@@ -166,7 +164,7 @@ def _frequencies(config: ModelConfig) -> jax.Array:
     factors = (rope.factor, rope.original_length, rope.low_frequency_factor, rope.high_frequency_factor)
     if rope.scaling == "llama3":
         return llama3_frequencies(plain, *factors)
-    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors)
+    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors, rope.truncate)
 
 
 def _scales(config: ModelConfig) -> tuple[float, float]:
@@ -176,12 +174,3 @@ def _scales(config: ModelConfig) -> tuple[float, float]:
         everywhere = yarn_mscale(rope.factor, rope.mscale_all)
         rotated, products = yarn_mscale(rope.factor, rope.mscale) / everywhere, products * everywhere**2
     return rotated, products
-
-
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, *masks: jax.Array | None, **options: Any) -> jax.Array:
-    """Calls `dot_product_attention` with values padded by zeros to the width of keys, which kernels ask for."""
-    widths = [a.shape[-1] for a in (query, key, value)]
-    if len(set(widths)) == 1:
-        return dot_product_attention(query, key, value, *masks, **options)
-    padded = (jnp.pad(a, (*[(0, 0)] * 3, (0, max(widths) - a.shape[-1]))) for a in (query, key, value))
-    return dot_product_attention(*padded, *masks, **options)[..., : value.shape[-1]]

@@ -25,7 +25,7 @@ _LOGITS_BYTES_ELSEWHERE = 2**29
 def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Computes -log softmax(logits)[target] for every position, in nats.
 
-    Logits [..., V] and integer targets [...] give [...], float32 at least.
+    Logits [..., V] and integer targets [...] give [...], float32 at least; a target outside of 0..V - 1 gives NaN.
 
     >>> import jax.numpy as jnp
     >>> round(float(cross_entropy_nats(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)  # ln 4
@@ -33,7 +33,8 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """
     logits = at_least_float32(logits)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - target
+    nats = jax.nn.logsumexp(logits, axis=-1) - target
+    return jnp.where(targets < 0, jnp.nan, nats)  # a negative index counts from the end; one beyond it is NaN
 
 
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
@@ -75,9 +76,10 @@ def chunked_cross_entropy_sum_nats(
 ) -> jax.Array:
     """Computes sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
 
-    The sum of `cross_entropy_nats` of the logits x W, in the memory of one chunk's logits. When differentiated, the
-    forward pass computes the gradients of x and W along with the loss, chunk by chunk, as the backward pass only
-    multiplies them with one number: the product x W is computed once. Only first derivatives in reverse mode exist.
+    The weighted sum of `cross_entropy_nats` of the logits x W, in the memory of one chunk's logits. When
+    differentiated, the forward pass computes the gradients of x, W and weights along with the loss, chunk by chunk, as
+    the backward pass only multiplies them with one number: the product x W is computed once. Only first derivatives in
+    reverse mode exist.
 
     On the Auto axes "data" and "fsdp" of the current mesh (`jax.set_mesh`) every device processes its own sequences: W
     is gathered once, its gradient summed over devices once, and x stays where it is.
@@ -85,8 +87,8 @@ def chunked_cross_entropy_sum_nats(
     Args:
       hidden: x, [B, T, D]; the products have operands of its dtype and sums in at least float32.
       kernel: W, [D, V], or [V, D] with `vocab_axis=0`, as an embedding table is; its gradient is summed in float32.
-      targets: int [B, T].
-      weights: [B, T] or [1, T], constants: no gradient flows to them. Targets of weight 0 may be any number.
+      targets: int [B, T]; one outside of 0..V - 1 makes the loss NaN, unless its weight is 0, when it counts nothing.
+      weights: [B, T] or [1, T].
       positions: Positions of every sequence whose logits are materialised at a time.
       vocab_axis: The axis of V in the kernel.
 
@@ -101,7 +103,7 @@ def chunked_cross_entropy_sum_nats(
     if positions < 1:
         raise ValueError(f"positions={positions}; allowed: at least 1")
     dtype = wide_dtype(hidden)
-    weights = jnp.broadcast_to(lax.stop_gradient(weights).astype(dtype), targets.shape)
+    weights = jnp.broadcast_to(weights.astype(dtype), targets.shape)
     if jnp.iinfo(targets.dtype).bits < 32:
         targets = targets.astype(jnp.int32)  # they are compared with every id, which may not fit into theirs
     operands = varying_alike((hidden, kernel, targets, weights))  # within a shard_map of the caller
@@ -114,20 +116,21 @@ def _loss(positions: int, vocab_axis: int, hidden, kernel, targets, weights) -> 
 
 
 def _forward(positions: int, vocab_axis: int, hidden, kernel, targets, weights):
-    loss, dx, dW = _on_shards(positions, vocab_axis, True, hidden, kernel, targets, weights)
-    return loss, (dx, dW.astype(kernel.dtype))
+    loss, dx, dweights, dW = _on_shards(positions, vocab_axis, True, hidden, kernel, targets, weights)
+    return loss, (dx, dW.astype(kernel.dtype), dweights)
 
 
 def _backward(positions: int, vocab_axis: int, gradients, cotangent):
     del positions, vocab_axis
-    return (*((g.astype(cotangent.dtype) * cotangent).astype(g.dtype) for g in gradients), None, None)
+    dx, dW, dweights = ((g.astype(cotangent.dtype) * cotangent).astype(g.dtype) for g in gradients)
+    return dx, dW, None, dweights
 
 
 _loss.defvjp(_forward, _backward)
 
 
 def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
-    """Returns (loss, gradient of hidden, gradient of the kernel), or (loss,): each device on its own sequences."""
+    """Returns (loss, gradients of hidden, weights and kernel), or (loss,): each device on its own sequences."""
     kernel = kernel.astype(hidden.dtype)  # before it is gathered
     local = partial(_chunk_by_chunk, positions, vocab_axis, with_gradients)
     mesh = jax.sharding.get_abstract_mesh()
@@ -138,14 +141,14 @@ def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, ke
     def shard(*operands):
         # The partitioner would sum the kernel's gradient over devices in every chunk.
         loss, *gradients = local(*operands)
-        return (lax.psum(loss, axes), *gradients[:1], *(lax.psum(g, axes) for g in gradients[1:]))
+        return (lax.psum(loss, axes), *gradients[:2], *(lax.psum(g, axes) for g in gradients[2:]))
 
     split, whole = PartitionSpec(axes), PartitionSpec()
     mapped = jax.shard_map(
         shard,
         mesh=mesh,
         in_specs=(split, whole, split, split),
-        out_specs=(whole, split, whole) if with_gradients else (whole,),
+        out_specs=(whole, split, split, whole) if with_gradients else (whole,),
         axis_names=set(axes),
         check_vma=False,
     )
@@ -166,19 +169,21 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
         loss, *others = gradients(x, target, jnp.where(new, weight, 0.0))
         if not others:
             return (carry[0] + loss,)
-        dx, dW = others
-        dx = jnp.where(new[..., None], dx, lax.dynamic_slice_in_dim(carry[1], start, positions, 1))
-        return carry[0] + loss, lax.dynamic_update_slice_in_dim(carry[1], dx, start, 1), carry[2] + dW
+        *by_position, dW = others
+        for k, (whole, is_new) in enumerate(zip(carry[1:3], (new[..., None], new), strict=True)):
+            part = jnp.where(is_new, by_position[k], lax.dynamic_slice_in_dim(whole, start, positions, 1))
+            by_position[k] = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+        return carry[0] + loss, *by_position, carry[3] + dW
 
     carry: tuple[Any, ...] = (jnp.zeros((), weights.dtype),)
     if with_gradients:
-        carry = (*carry, jnp.zeros_like(hidden), jnp.zeros(kernel.shape, weights.dtype))
+        carry = (*carry, jnp.zeros_like(hidden), jnp.zeros_like(weights), jnp.zeros(kernel.shape, weights.dtype))
     carry, _ = varying_alike((carry, weights))
     return lax.fori_loop(0, -(-T // positions), chunk, carry)
 
 
 def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target, weight) -> tuple[jax.Array, ...]:
-    """Computes the loss of some positions, [B, T] each, and its gradients with respect to x and the kernel."""
+    """Computes the loss of some positions, [B, T] each, and its gradients with respect to x, weight and kernel."""
     product = partial(kernel_product, preferred_element_type=weight.dtype)
     logits = product(x, kernel, contract=1 - vocab_axis)
     top = jnp.max(logits, -1, keepdims=True)
@@ -186,14 +191,17 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
     # Compared with every id rather than looked up: if the vocabulary is split, nothing has to be gathered.
     is_target = lax.broadcasted_iota(target.dtype, logits.shape, 2) == target[..., None]
     target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
-    loss = jnp.sum(weight * (logsumexp[..., 0] - target_logit))
+    nats = logsumexp[..., 0] - target_logit
+    known = (target >= 0) & (target < logits.shape[-1])
+    nats = jnp.where(known, nats, jnp.where(weight == 0.0, 0.0, jnp.nan))
+    loss = jnp.sum(weight * nats)
     if not with_gradients:
         return (loss,)
     error = (weight[..., None] * (jnp.exp(logits - logsumexp) - is_target.astype(logits.dtype))).astype(x.dtype)
     dx = product(error, kernel, contract=vocab_axis).astype(x.dtype)
     operands = (x, error) if vocab_axis == 1 else (error, x)
     dW = transposed_product(*operands, preferred_element_type=weight.dtype)
-    return loss, dx, dW
+    return loss, dx, nats, dW
 
 
 def perplexity(loss_nats: float) -> float:

@@ -104,14 +104,15 @@ def yarn_frequencies(
     original_length: int,
     low_frequency_factor: float = 1.0,
     high_frequency_factor: float = 32.0,
+    truncate: bool = True,
 ) -> jax.Array:
     r"""Returns frequencies for sequences `factor` times longer, as YaRN lowers them ("NTK-by-parts").
 
     Pair i makes :math:`n_i = L \theta^{-2i/R} / 2 \pi` turns over the original length. Pairs before that of
     `high_frequency_factor` turns keep their frequency, those after that of `low_frequency_factor` turns have it divided
-    by `factor`, and between them it is interpolated linearly in i; the two bounds are rounded outwards.
+    by `factor`, and between them it is interpolated linearly in i; `truncate` rounds the two bounds outwards.
 
-    R is `width`, `theta` the base of the wavelengths, above 1, and L `original_length`, in tokens; the last two
+    R is `width`, `theta` the base of the wavelengths, above 1, and L `original_length`, in tokens; the next two
     arguments are beta_slow and beta_fast. The result is [R/2], radians per position.
 
     Reference:
@@ -129,8 +130,10 @@ def yarn_frequencies(
     def pair_of(turns: float) -> float:
         return width * math.log(original_length / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_of(high_frequency_factor)), 0)
-    last = min(math.ceil(pair_of(low_frequency_factor)), width - 1)
+    first, last = pair_of(high_frequency_factor), pair_of(low_frequency_factor)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     lowered = jnp.clip((jnp.arange(width // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
     return plain * (1.0 - lowered + lowered / factor)
 

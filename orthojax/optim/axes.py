@@ -1,18 +1,24 @@
-"""The rotated axes of a parameter, by its name and shape: kernels, embedding tables and vectors."""
+"""The rotated axes of a parameter, by its name and shape: kernels, embedding tables and vectors; and d_model."""
 
+import collections
 import dataclasses
 import re
 import typing
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
+from orthojax.errors import UserError
+
 GenericAxes = Literal["output", "input", "both"]
 KernelLayout = Literal["in_out", "out_in"]
 Mark = Literal["", "embedding", "unsure"]
+Shapes = Mapping[str, tuple[int, ...]]  # of all parameters of a tree, by path
 
 _MAX_GENERIC_SIZE = 16_384
+_MAX_LAYERS = 128  # an axis longer than this, and than the kernel behind it, does not count layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +81,7 @@ def checked_axes(axes: Any) -> GenericAxes | int:
 _KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z]?)(_.*)?")
 _OF_MODULE = re.compile(r"weights?|w|table")  # what it is, only the module's name tells
 _TABLE = re.compile(
-    r"(?!.*(patch|unembed))(.*emb(s|eds?|edder|eddings?)?(_(tokens?|positions?|in|table|weights?))?|(.*_)?w[tp]e)"
+    r"(?!.*(patch|unembed))(.*emb(s|eds?|edder|eddings?)?(_(tokens?|positions?|in|linear|table|weights?))?|(.*_)?w[tp]e)"
 )
 _VECTOR = re.compile(r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|sink_logits?|(cls|class|mask)_token)")
 _NORM = re.compile(r"(?!.*(proj|linear|dense|conv))(.*norms?|(.*_)?(ln|rms))(_.*)?")  # not a linear layer behind one
@@ -86,23 +92,36 @@ _READER = re.compile(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What `Rotation` says of the generic rule; see there."""
+
+    axes: GenericAxes | int | None
+    kernel_layout: KernelLayout = "in_out"
+    embeddings: str | None = None
+    stacked: int | None = None
+
+
 def generic_axes(
     path: str,
     leaf: jax.ShapeDtypeStruct,
     axes: GenericAxes | int = "output",
     kernel_layout: KernelLayout = "in_out",
     embeddings: str | None = None,
+    stacked: int | None = None,
 ) -> RotatedAxes | None:
     """Returns the rotated axes by the default rule, from the last names of the path and the shape.
 
-    - An embedding table [vocab, d] (embedding, embed_tokens, tok_emb, wte, wpe, ..., or the weight, w or table of such
-      a module) is rotated along its last axis, with one basis for all rows.
+    - An embedding table (embedding, embed_tokens, tok_emb, wte, wpe, ..., or the weight, w or table of such a module)
+      is rotated along its axis of length `axes`, or its last one if `axes` is a name, with one basis for all rows.
     - Vectors are left alone, stacked ones [L, d] too: bias, b, scale, offset, gain, gamma, beta, sink, cls_token and
-      the like, the weight of a norm, and any array with one axis longer than 1 that is not named as a kernel.
+      the like, the weight or kernel of a norm, and any array with one axis longer than 1 that is not named as a kernel.
+      A `b` beside an `a` in the tree is a matrix.
     - The last two axes of the rest are a kernel and those before them stacked layers: right for Dense and Linear,
       scanned or not. Name the axes yourself (a rule for `Rotation.axes`) if it is not: in a convolution each spatial
       position counts as a layer, and so does, unless `axes` is a number, each row of flax's query [d, heads, head_dim],
       for which `RotatedAxes(((1, 2),))` is better, and each head of its out, for which `RotatedAxes((2,))` is.
+      An axis over 128 that is longer than the kernel behind it counts no layers: its slices share a basis.
 
     Args:
       path: The parameter's path, as `describe` prints it.
@@ -115,6 +134,7 @@ def generic_axes(
       kernel_layout: A kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
         only square kernels need it; those called weight are rotated along both axes unless this says `out_in`.
       embeddings: A regular expression, found in the paths of tables, which then are not told by name; "" for none.
+      stacked: The axis that counts layers in kernels of three axes or more; None for the first ones.
 
     >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"))
     RotatedAxes(groups=((-1,),), stacked=(0,))
@@ -122,52 +142,118 @@ def generic_axes(
     RotatedAxes(groups=((-2,),), stacked=())
     >>> generic_axes("query/kernel", jax.ShapeDtypeStruct((64, 4, 16), "float32"), axes=64)
     RotatedAxes(groups=((-3,),), stacked=())
+    >>> generic_axes("wo/kernel", jax.ShapeDtypeStruct((256, 12, 64), "float32"), axes=64, stacked=1)
+    RotatedAxes(groups=((-1,),), stacked=(1,))
     """
-    found, _ = judge(path, leaf.shape, checked_axes(axes), kernel_layout, embeddings)
+    rule = Rule(checked_axes(axes), kernel_layout, embeddings, stacked)
+    found, _ = judge(path, leaf.shape, rule, {path: leaf.shape})
     return None if isinstance(found, str) else found
 
 
-def judge(
-    path: str, shape: tuple[int, ...], axes: GenericAxes | int, kernel_layout: KernelLayout, embeddings: str | None
-) -> tuple[RotatedAxes | str, Mark]:
-    """Decides as `generic_axes`, with the reason if nothing is rotated; and a mark of tables and of guesses."""
+class _Names(NamedTuple):
+    """The last names of a path in lower case and without numbers, and what they say of the parameter."""
+
+    name: str
+    module: str
+    is_table: bool
+    is_kernel: bool  # is named as one
+    why_vector: str  # "" if it is none
+
+
+def _names(path: str, shape: tuple[int, ...], embeddings: str | None, shapes: Shapes) -> _Names:
     parts = [part for part in path.lower().split("/") if not part.isdigit()]
     name, module = [*(re.sub(r"_?[0-9]+", "", part) for part in reversed(parts)), "", ""][:2]
-    kernel, guessed = _KERNEL.fullmatch(name), False
-    if len(shape) < 2:
-        return f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2", ""
     if embeddings is None:
-        table = _TABLE.fullmatch(module if _OF_MODULE.fullmatch(name) else name)
+        table = bool(_TABLE.fullmatch(module if _OF_MODULE.fullmatch(name) else name))
     else:
-        table = embeddings and re.search(embeddings, path)
-    if table:
-        chosen, stacked = [-1], ()
-    elif _VECTOR.fullmatch(name):
-        return f"named {name!r}", ""
-    elif _OF_MODULE.fullmatch(name) and _NORM.fullmatch(module):
-        return f"{name!r} of {module!r}", ""
-    elif not kernel and sum(length > 1 for length in shape) < 2:
-        return "a vector by its shape", "unsure"
+        table = bool(embeddings and re.search(embeddings, path))
+    why, is_kernel = "", bool(_KERNEL.fullmatch(name))
+    if len(shape) < 2:
+        why = f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2"
+    elif not table and _VECTOR.fullmatch(name) and not _is_factor(path, shapes):
+        why = f"named {name!r}"
+    elif not table and (_OF_MODULE.fullmatch(name) or name == "kernel") and _NORM.fullmatch(module):
+        why = f"{name!r} of {module!r}"
+    elif not table and not is_kernel and sum(length > 1 for length in shape) < 2:
+        why = "a vector by its shape"
+    return _Names(name, module, table, is_kernel, why)
+
+
+def _is_factor(path: str, shapes: Shapes) -> bool:
+    """Tells if a parameter `b` is the second factor of a low-rank product, for which an `a` is beside it."""
+    parent, _, name = path.rpartition("/")
+    return name in ("b", "B") and len(shapes.get(f"{parent}/{'a' if name == 'b' else 'A'}".lstrip("/"), ())) > 1
+
+
+def judge(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> tuple[RotatedAxes | str, Mark]:
+    """Decides as `generic_axes`, with the reason if nothing is rotated; and a mark of tables and of guesses."""
+    names = _names(path, shape, rule.embeddings, shapes)
+    axes, ndim, certain = rule.axes, len(shape), names.is_kernel and len(shape) == 2
+    if names.why_vector:
+        return names.why_vector, "unsure" if names.why_vector == "a vector by its shape" else ""
+    if rule.stacked is not None and ndim > 2 and not names.is_table:
+        return _judge_stacked(path, shape, rule, shapes)
+    stacked: tuple[int, ...] = ()
+    if names.is_table:  # the last axis, unless only another one has the length
+        has = [axis for axis in range(-ndim, 0) if shape[axis] == axes]
+        chosen = has[-1:] if isinstance(axes, int) else [-1]
     elif isinstance(axes, int):
-        chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == axes]
-        if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
-            chosen = [axis for axis in chosen if axis >= -2]
-        kernel_ndim = max(2, -min(chosen, default=-2))  # flax's query is [d_model, heads, head_dim]
-        if chosen == [-2, -1]:
-            chosen = _facing_stream(name, module, kernel_layout)
-            guessed = len(chosen) > 1
-        elif chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == axes and "out" in (name, module):
-            kernel_ndim = 3  # and its out [heads, head_dim, d_model]; other kernels of three axes are stacked
-        stacked = tuple(range(len(shape) - kernel_ndim))
+        chosen, kernel_ndim, named = _of_length(axes, path, names, shape, rule, shapes)
+        stacked = _layers(shape, kernel_ndim, chosen)
+        certain = named or (certain and len(chosen) < 2)
     else:
-        output, before = (-1, -2) if kernel_layout == "in_out" else (-2, -1)
-        chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes]
-        stacked = tuple(range(len(shape) - 2))
+        output, before = (-1, -2) if rule.kernel_layout == "in_out" else (-2, -1)
+        chosen = {"output": [output], "input": [before], "both": [-2, -1]}[axes or "output"]
+        stacked = _layers(shape, 2, chosen)
     groups = tuple((axis,) for axis in chosen if 2 <= shape[axis] <= _MAX_GENERIC_SIZE)
-    mark: Mark = "embedding" if table else "" if kernel and len(shape) == 2 and not guessed else "unsure"
+    mark: Mark = "embedding" if names.is_table else "" if certain else "unsure"
     if groups:
         return RotatedAxes(groups, stacked), mark
     return without_length(axes) if isinstance(axes, int) else f"no {axes} axis of length 2 to {_MAX_GENERIC_SIZE}", mark
+
+
+def _judge_stacked(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> tuple[RotatedAxes | str, Mark]:
+    """Judges the slices along the axis `rule.stacked`."""
+    layers = rule.stacked % len(shape) if rule.stacked is not None else 0
+    rest = [axis for axis in range(len(shape)) if axis != layers]
+    inner = {other: (*of[:layers], *of[layers + 1 :]) for other, of in shapes.items() if len(of) > 2}
+    found, mark = judge(path, inner[path], dataclasses.replace(rule, stacked=None), inner)
+    if isinstance(found, str):
+        return found, mark
+    groups, stacked = found.of(path, len(rest))
+    there = tuple(tuple(rest[axis] - len(shape) for axis in group) for group in groups)
+    return RotatedAxes(there, tuple(sorted([layers, *(rest[axis] for axis in stacked)]))), mark
+
+
+def _layers(shape: tuple[int, ...], kernel_ndim: int, chosen: list[int]) -> tuple[int, ...]:
+    """Returns the axes before the kernel, as those of stacked layers; none if one is too long to count layers."""
+    stacked = tuple(range(len(shape) - kernel_ndim))
+    kernel = range(-kernel_ndim, 0)
+    beside = max((shape[axis] for axis in kernel if axis not in chosen), default=0)
+    return stacked if all(shape[axis] <= max(_MAX_LAYERS, beside) for axis in stacked) else ()
+
+
+def _of_length(
+    d_model: int, path: str, names: _Names, shape: tuple[int, ...], rule: Rule, shapes: Shapes
+) -> tuple[list[int], int, bool]:
+    """Returns the axes of that length that are rotated, how many axes the kernel has, and if its name says so."""
+    if len(shape) > 2 and shape[-2] != d_model:  # attention kernels, told by their names or by each other
+        first, second, last = shape[-3:]
+        block = path.split("/")[:-2]
+        known = {shapes[other][-3:] for other in shapes if other.split("/")[:-2] == block}
+        if first == d_model and (names.module in ("query", "key", "value") or (second, last, d_model) in known):
+            return [-3], 3, True  # [d_model, heads, head_dim]
+        if last == d_model and (d_model, first, second) in known:
+            return [-1], 3, True  # [heads, head_dim, d_model]
+    chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == d_model]
+    if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
+        chosen = [axis for axis in chosen if axis >= -2]
+    kernel_ndim = max(2, -min(chosen, default=-2))
+    if chosen == [-2, -1]:
+        return _facing_stream(names.name, names.module, rule.kernel_layout), 2, False
+    if chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == d_model and "out" in names[:2]:
+        kernel_ndim = 3  # an out without its query; other kernels of three axes are stacked
+    return chosen, kernel_ndim, False
 
 
 def _facing_stream(name: str, module: str, layout: KernelLayout) -> list[int]:
@@ -181,3 +267,43 @@ def _facing_stream(name: str, module: str, layout: KernelLayout) -> list[int]:
 def without_length(length: int) -> str:
     """Returns the reason why a kernel without an axis of that length is left alone."""
     return f"no axis of length {length}"
+
+
+def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int | None:
+    """Finds d_model, the width of the residual stream, where names and shapes leave no doubt.
+
+    It is the one length that most kernels (each counted once) have and that is an axis of an embedding table, if at
+    least half of the kernels have it and no kernel without it has an axis of another table, as in a second tower.
+
+    Args:
+      shapes: Of all parameters with floating dtype, by path.
+      embeddings: As for `generic_axes`.
+      is_part: Parts of the tree are masked, so that it decides nothing.
+
+    Returns:
+      The length, or None if no parameter would be rotated anyway.
+
+    Raises:
+      UserError: In doubt, with the candidates.
+    """
+    found = {path: _names(path, shape, embeddings, shapes) for path, shape in shapes.items()}
+    tables = {path: shapes[path] for path, names in found.items() if names.is_table and len(shapes[path]) > 1}
+    kernels = [shapes[path] for path, names in found.items() if not names.is_table and not names.why_vector]
+    if not kernels and not tables:
+        return None
+    rotatable = range(2, _MAX_GENERIC_SIZE + 1)
+    counts = collections.Counter(length for shape in kernels for length in set(shape) if length in rotatable)
+    most = max(counts.values(), default=0)
+    likely = [n for n, count in counts.items() if count == most and any(n in shape for shape in tables.values())]
+    if len(likely) == 1 and 2 * most >= len(kernels) and not is_part:
+        others = {n for shape in tables.values() if likely[0] not in shape for n in shape[-1:]}
+        if not any(likely[0] not in shape and others & set(shape) for shape in kernels):
+            return likely[0]
+    ranked = [n for n, _ in counts.most_common(3)] or [shape[-1] for shape in tables.values()][:1]
+    lengths = ", ".join(f"{n} (in {counts[n]} of {len(kernels)} kernels)" for n in ranked)
+    shown = ", ".join(f"{path} {shape}" for path, shape in list(tables.items())[:3])
+    of = "a masked part of a tree does not show it" if is_part else f"embedding tables: {shown or 'none by name'}"
+    raise UserError(
+        f"Rotation() is not certain of d_model, the width of the residual stream: {lengths}; {of}",
+        allowed=" or ".join(f"Rotation(axes={n})" for n in ranked) + "; 'output' rotates the output axes instead",
+    )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from orthojax.optim.rotation import Rotation, leaf_path, plan_leaf
+from orthojax.optim.rotation import Rotation, leaf_path, leaf_paths, plan_tree
 
 Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is sharded over
 
@@ -140,7 +140,7 @@ def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
     The tree is like the parameters: their shardings, or those of `zero1`. The layout is a function from a path, as
     `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
     """
-    by_path = {leaf_path(keys): sharding for keys, sharding in jax.tree_util.tree_leaves_with_path(shardings)}
+    by_path = dict(zip(leaf_paths(shardings), jax.tree.leaves(shardings), strict=True))
 
     def layout(path: str) -> jax.sharding.Sharding | None:
         if path not in by_path:
@@ -174,12 +174,13 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
     Returns:
       A tree like `shardings`, for `layout_of` and `state_shardings`; ValueError for a mesh without this axis.
     """
+    plans = iter(plan_tree(rotation, params).parameters)
 
     def split(keys: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
         mesh, names = _require_named(keys, sharding).mesh, _dimension_names(sharding, len(leaf.shape))
         if axis not in mesh.shape:
             raise ValueError(f"zero1 axis={axis!r}; allowed: an axis of the mesh, {', '.join(mesh.axis_names)}")
-        rotated = {d for group in plan_leaf(rotation, keys, leaf).groups for d in group.axes}
+        rotated = {d for group in next(plans).groups for d in group.axes}
         widths = [math.prod(mesh.shape[name] for name in (*over, axis)) for over in names]
         free = [d for d, length in enumerate(leaf.shape) if length and length % widths[d] == 0]
         if not free or any(axis in over for over in names):
@@ -200,13 +201,14 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
     for the `out_shardings` of a jitted init and step, or for `jax.device_put`.
 
     Examples:
+      >>> import dataclasses
       >>> from orthojax.optim import orthoadam
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
       >>> params = {"kernel": jnp.ones((4, 8))}
       >>> own = {"kernel": NamedSharding(mesh, PartitionSpec())}
-      >>> rotation = Rotation("haar")
+      >>> rotation = Rotation("haar", axes=8, embeddings="")
       >>> moments = zero1(rotation, params, own)
-      >>> optimizer = orthoadam(1e-3, rotation=Rotation("haar", layout=layout_of(moments)))
+      >>> optimizer = orthoadam(1e-3, rotation=dataclasses.replace(rotation, layout=layout_of(moments)))
       >>> found = state_shardings(optimizer, params, moments)
       >>> print(found[0].inner.mu["kernel"].spec, found[0].basis["kernel"]["basis_0"].spec)
       P('data',) P()

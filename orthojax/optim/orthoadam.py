@@ -16,6 +16,7 @@ def scale_by_orthoadam(
     *,
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: Any = None,
+    nu_dtype: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by Adam in a rotated basis: OrthoAdam without its learning rate.
@@ -38,13 +39,15 @@ def scale_by_orthoadam(
       eps: Added to the root of the second moment.
       eps_root: Added inside the root.
       mu_dtype: Dtype of the first moment; None means that of the parameter.
+      nu_dtype: Dtype of the second moment, in which the step is computed and returned; None means that of the
+        parameter. float32 is for bfloat16 parameters, in which b2 = 0.999 hardly moves the second moment.
       rotation: Which basis.
 
     Returns:
       A transformation with a `RotatedState` whose `inner` is Adam's state.
 
     Memory and cost:
-      State: Adam's, to the byte, for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
+      State: Adam's and 4 bytes for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
       values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
       FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
       (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
@@ -66,7 +69,24 @@ def scale_by_orthoadam(
     for name, value in hyperparams.items():
         if isinstance(value, Rotation):
             raise TypeError(f"{name}={value!r}; allowed: a number; a Rotation is given as rotation=...")
-    return in_rotated_basis(optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype), rotation)
+    adam = optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype)
+    return in_rotated_basis(adam if nu_dtype is None else _with_nu_dtype(adam, nu_dtype), rotation)
+
+
+def _with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+    """Computes in the dtype of the second moment, and keeps the first one in its own."""
+
+    def init_fn(params):
+        state: Any = adam.init(params)
+        return state._replace(nu=optax.tree.zeros_like(params, dtype=dtype))
+
+    def update_fn(updates, state, params=None):
+        wide = state._replace(mu=optax.tree.cast(state.mu, dtype))
+        new: Any
+        updates, new = adam.update(optax.tree.cast(updates, dtype), wide, params)
+        return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
+
+    return optax.GradientTransformation(init_fn, update_fn)
 
 
 def orthoadam(
@@ -77,6 +97,7 @@ def orthoadam(
     *,
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: Any = None,
+    nu_dtype: Any = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
@@ -98,17 +119,22 @@ def orthoadam(
         difference between bases.
       eps_root: Added inside the root; above 0 it makes the update differentiable at 0.
       mu_dtype: Dtype of the first moment; None means that of the parameter. bfloat16 saves a quarter of the state.
+      nu_dtype: Dtype of the second moment; float32 is recommended for bfloat16 parameters.
       weight_decay: Strength of the decay, multiplied by the learning rate; unless it is the constant 0 the update needs
         `params`. (The default of `optax.adamw` is 1e-4.)
       mask: Parameters that decay: a tree of bools, or a function from the parameters to one; None decays all.
-      rotation: Which basis; `describe(rotation, params)` shows it. Kernels are taken for [in, out] and embeddings are
-        found by name (`Rotation.kernel_layout`, `Rotation.embeddings`). For long runs `Rotation(axes=d_model)`.
+      rotation: Which basis; `describe(rotation, params)` shows it. d_model is found from names and shapes, and a tree
+        that leaves doubt is refused: `Rotation(axes=d_model)` names it. Kernels are taken for [in, out]
+        (`Rotation.kernel_layout`).
+
+    Raises:
+      UserError: In `init`, if d_model is in doubt; in the update, for a state of another rotation.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> def loss(params):
       ...     return jnp.sum((params["kernel"] - jnp.sin(jnp.arange(8.0)).reshape(2, 4)) ** 2)
-      >>> optimizer = orthoadam(learning_rate=0.1)
+      >>> optimizer = orthoadam(learning_rate=0.1, rotation=Rotation(axes=4, embeddings=""))
       >>> params = {"kernel": jnp.zeros((2, 4))}
       >>> state = optimizer.init(params)
       >>> for step in range(3):
@@ -122,7 +148,7 @@ def orthoadam(
     # Decided by type first: inject_hyperparams passes a tracer, which must not be compared.
     undecayed = isinstance(weight_decay, int | float) and weight_decay == 0.0
     return optax.chain(
-        scale_by_orthoadam(b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, rotation=rotation),
+        scale_by_orthoadam(b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, nu_dtype=nu_dtype, rotation=rotation),
         optax.identity() if undecayed else optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

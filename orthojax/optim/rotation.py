@@ -1,5 +1,6 @@
 """The basis of every parameter: decided from its path, shape and dtype alone, then drawn or hashed."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -20,7 +22,7 @@ from orthojax.formatting import align
 from orthojax.ops import orthogonal
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim import axes as axes_rule
-from orthojax.optim.axes import GenericAxes, KernelLayout, Mark, RotatedAxes, checked_axes, is_integer, judge
+from orthojax.optim.axes import GenericAxes, KernelLayout, Mark, RotatedAxes, Rule, checked_axes, is_integer
 
 Kind = Literal["haar", "hadamard", "dct", "identity", "signed_permutation"]
 Scope = Literal["layer", "parameter", "tree"]
@@ -48,10 +50,11 @@ class Rotation:
         matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
         alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
         Adam is invariant.
-      axes: Which axes of a kernel: `output`, `input`, `both`, or those of a length (2 to 16,384), as in
-        `Rotation(axes=d_model)`, by the rule `generic_axes`, which also says what is a kernel, an embedding table or
-        neither; or a function (path, jax.ShapeDtypeStruct) -> RotatedAxes | None; None leaves the parameter
-        alone.
+      axes: A number is d_model, the width of the residual stream: of every kernel and embedding table the axis of that
+        length is rotated, by the rule `generic_axes`. None finds d_model from names and shapes, and refuses a tree that
+        leaves doubt (two towers, no embedding table, a masked part). `output`, `input` or `both` of every kernel are
+        for comparison: outliers come back with them in long runs. Or a function
+        (path, jax.ShapeDtypeStruct) -> RotatedAxes | None; None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
         one size do, which for a network is little more than Adam in a different frame.
@@ -63,21 +66,24 @@ class Rotation:
       kernel_layout: Of the rule: kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
       embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, if their
         names do not tell; "" if there are none, which also silences the warning that none was found.
+      stacked: Of the rule: the axis that counts layers in kernels of three axes or more, such as 1 for kernels
+        [d_model, layers, f]; None for the first ones.
 
     """
 
     kind: Kind = "hadamard"
-    axes: GenericAxes | int | AxesRule = "output"
+    axes: GenericAxes | int | AxesRule | None = None
     seed: int = 0
     scope: Scope = "layer"
     layout: Callable[[str], jax.sharding.Sharding | None] | None = None
     kernel_layout: KernelLayout = "in_out"
     embeddings: str | None = None
+    stacked: int | None = None
 
     # Not callable, on purpose: optax.inject_hyperparams takes every callable argument for a schedule.
 
     def __post_init__(self):
-        if not callable(self.axes):
+        if self.axes is not None and not callable(self.axes):
             object.__setattr__(self, "axes", checked_axes(self.axes))
         literals = {"kind": Kind, "scope": Scope, "kernel_layout": KernelLayout}
         for name, allowed in literals.items():
@@ -89,8 +95,10 @@ class Rotation:
         object.__setattr__(self, "seed", int(self.seed))
         if self.layout is not None and not callable(self.layout):
             raise ValueError(f"Rotation layout={self.layout!r}; allowed: None or a function path -> Sharding | None")
-        if callable(self.axes) and (self.kernel_layout, self.embeddings) != ("in_out", None):
-            raise ValueError("Rotation kernel_layout and embeddings: allowed only if axes is no function")
+        if self.stacked is not None and not is_integer(self.stacked, 0, 7):
+            raise ValueError(f"Rotation stacked={self.stacked!r}; allowed: None, or an axis from 0 to 7")
+        if callable(self.axes) and (self.kernel_layout, self.embeddings, self.stacked) != ("in_out", None, None):
+            raise ValueError("Rotation kernel_layout, embeddings and stacked: allowed only if axes is no function")
         try:
             re.compile(self.embeddings or "")
         except (re.error, TypeError) as error:
@@ -116,9 +124,22 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     {'params': {'mlp': ['mlp/0']}}
     """
     # Only an attribute is a box: a dict entry "value" may be the value projection.
-    if keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value":
-        keys = keys[:-1]
+    return _plain(keys[:-1] if _may_be_boxed(keys) else keys)
+
+
+def _plain(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/").removeprefix("params/")
+
+
+def _may_be_boxed(keys: tuple[Any, ...]) -> bool:
+    return bool(keys) and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value"
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """Returns the path of every leaf, as `leaf_path`; but of an attribute `value` with siblings, its whole path."""
+    every = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    lengths = collections.Counter(keys[:-1] for keys in every)
+    return [leaf_path(keys) if lengths[keys[:-1]] == 1 else _plain(keys) for keys in every]
 
 
 def _basis_name(path: str, is_stacked: bool) -> tuple[str, int, bool]:
@@ -147,6 +168,7 @@ class Plan(NamedTuple):
     """The treatment of one parameter."""
 
     path: str
+    shape: tuple[int, ...] = ()
     groups: tuple[Group, ...] = ()
     stacked: tuple[int, ...] = ()
     stacked_shape: tuple[int, ...] = ()
@@ -155,15 +177,82 @@ class Plan(NamedTuple):
     is_chosen: bool = False  # axes of it were to be rotated
 
 
-def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
-    """Plans one parameter: a function of path, shape and dtype, so that init and every update agree."""
-    path = leaf_path(keys)
-    if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+class TreePlan(NamedTuple):
+    """The treatment of a tree: a function of paths, shapes and dtypes, so that init and every update agree."""
+
+    name: str  # of all bases and axes; equal for scanned and unrolled layers
+    parameters: tuple[Plan, ...]  # one for each leaf
+
+
+Leaves = tuple[tuple[str, jax.ShapeDtypeStruct | None], ...]  # path, shape and dtype; None if it is no array
+
+
+def plan_tree(rotation: Rotation, tree: Any) -> TreePlan:
+    """Plans every parameter of a tree of arrays or jax.ShapeDtypeStruct.
+
+    Raises:
+      ValueError: If two parameters have one name or would share a basis unasked; of `Rotation.axes=None` UserError if
+        d_model is in doubt.
+    """
+    leaves = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
+    return _plan_leaves(rotation, tuple((path, _shape_of(leaf)) for path, leaf in leaves), is_part)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
+    is_array = hasattr(leaf, "shape") or isinstance(leaf, int | float | complex)
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) if is_array else None
+
+
+@functools.lru_cache(maxsize=64)  # outside of jit every update plans
+def _plan_leaves(rotation: Rotation, leaves: Leaves, is_part: bool) -> TreePlan:
+    shapes = {path: s.shape for path, s in leaves if s is not None and jnp.issubdtype(s.dtype, jnp.floating)}
+    axes = rotation.axes
+    if axes is None and rotation.kind != "identity":
+        axes = axes_rule.find_d_model(shapes, rotation.embeddings, is_part)
+    rule = axes if callable(axes) else Rule(axes, rotation.kernel_layout, rotation.embeddings, rotation.stacked)
+    plans = tuple(_plan_leaf(rotation, rule, path, shape, shapes) for path, shape in leaves)
+    if len({plan.path for plan in plans}) < len(plans):
+        (name, _), *_ = collections.Counter(plan.path for plan in plans).most_common(1)
+        raise ValueError(f"two parameters are named {name!r}; allowed: one")
+    bases = {}
+    for plan, group in [(p, g) for p in plans for g in p.groups] if rotation.scope == "layer" else ():
+        key = _name_key(group)
+        # As `hash_bits` counts, modulo 2**32.
+        rows = dict.fromkeys(((key, layer * group.size % 2**32) for layer in group.layers), plan.path)
+        if shared := bases.keys() & rows.keys():
+            problem = "would share a basis, as their names differ only in how they are numbered"
+            both = f"{bases[shared.pop()]!r} and {plan.path!r}"
+            raise ValueError(f"{both} {problem}; allowed: another name for one of them")
+        bases |= rows
+    return TreePlan(_plan_name(rotation, axes, plans), plans)
+
+
+def _plan_name(rotation: Rotation, axes: Any, plans: tuple[Plan, ...]) -> str:
+    found = []
+    for plan in plans:
+        for group in plan.groups:
+            name = group.name if rotation.scope == "layer" else plan.path
+            from_last = [axis - len(plan.shape) for axis in group.axes]
+            found += [f"{name} {layer} {from_last}" for layer in group.layers]
+    checksum = zlib.crc32("\n".join(sorted(found)).encode())
+    of_axes = "rule" if callable(axes) else axes
+    return f"{rotation.kind}_axes_{of_axes}_seed_{rotation.seed}_{rotation.scope}_{checksum:08x}"
+
+
+def _plan_leaf(
+    rotation: Rotation,
+    rule: Rule | AxesRule,
+    path: str,
+    shape: jax.ShapeDtypeStruct | None,
+    shapes: axes_rule.Shapes,
+) -> Plan:
+    if shape is None:
         return Plan(path, left_alone=("not an array",))
-    shape = jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-    found, mark = _axes_or_reason(rotation, path, shape)
+    found, mark = _axes_or_reason(rotation, rule, path, shape, shapes)
     if isinstance(found, str):
-        return Plan(path, left_alone=(found,), mark=mark)
+        return Plan(path, shape.shape, left_alone=(found,), mark=mark)
 
     axes_of_groups, stacked = found.of(path, len(shape.shape))
     name, layer, is_numbered = _basis_name(path, bool(stacked))
@@ -189,61 +278,43 @@ def plan_leaf(rotation: Rotation, keys: tuple[Any, ...], leaf: Any) -> Plan:
         most = f"{_MAX_HAAR_RATIO} times its {shape.size}"
         problem = f"haar matrices of {[group.size for group in groups]} rows have {elements} elements, over {most}"
         raise UserError(f"{path} {shape.shape}: {problem}", allowed="fewer rotated axes, or the kind hadamard")
-    return Plan(path, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)
+    return Plan(path, shape.shape, tuple(groups), stacked, stacked_shape, tuple(left_alone), mark, is_chosen=True)
 
 
-def _axes_or_reason(rotation: Rotation, path: str, shape: jax.ShapeDtypeStruct) -> tuple[RotatedAxes | str, Mark]:
+def _axes_or_reason(
+    rotation: Rotation, rule: Rule | AxesRule, path: str, shape: jax.ShapeDtypeStruct, shapes: axes_rule.Shapes
+) -> tuple[RotatedAxes | str, Mark]:
     if rotation.kind == "identity":
         return "identity rotation", ""
     if not jnp.issubdtype(shape.dtype, jnp.floating):
         return f"dtype {shape.dtype}", ""
     if shape.size == 0:
         return "empty", ""
-    if not callable(rotation.axes):
-        return judge(path, shape.shape, rotation.axes, rotation.kernel_layout, rotation.embeddings)
-    found = rotation.axes(path, shape)
+    if isinstance(rule, Rule):
+        return axes_rule.judge(path, shape.shape, rule, shapes)
+    found = rule(path, shape)
     if found is not None and not isinstance(found, RotatedAxes):
         raise TypeError(f"{path}: the axes rule returned {found!r}; allowed: RotatedAxes or None")
     return ("by the axes rule" if found is None else found), ""
-
-
-def plan_tree(rotation: Rotation, params: Any) -> list[tuple[Any, Plan]]:
-    """Returns (leaf, plan) of every parameter; ValueError if two have one name or would share a basis unasked."""
-    found, names, bases = [], {}, {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        plan, shown = plan_leaf(rotation, keys, leaf), jax.tree_util.keystr(keys)
-        if plan.path in names:
-            raise ValueError(f"{names[plan.path]} and {shown} are both the parameter {plan.path!r}; allowed: one")
-        names[plan.path] = shown
-        found.append((leaf, plan))
-        for group in plan.groups if rotation.scope == "layer" else ():
-            key = _name_key(group)
-            # As `hash_bits` counts, modulo 2**32.
-            rows = dict.fromkeys(((key, layer * group.size % 2**32) for layer in group.layers), shown)
-            if shared := bases.keys() & rows.keys():
-                problem = "would share a basis, as their names differ only in how they are numbered"
-                raise ValueError(f"{bases[shared.pop()]} and {shown} {problem}; allowed: another name for one of them")
-            bases |= rows
-    return found
 
 
 def _name_key(group: Group) -> int:
     return zlib.crc32(group.name.encode())
 
 
-def _warn_of_plans(rotation: Rotation, plans: list[tuple[Any, Plan]]) -> None:
+def _warn_of_plans(rotation: Rotation, tree_plan: TreePlan) -> None:
     """Warns if axes are too long for Haar matrices, if none has the asked length, and if no table is found."""
-    problems = []
-    if too_long := [plan.path for _, plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
+    problems, plans = [], tree_plan.parameters
+    if too_long := [plan.path for plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
         shown = ", ".join(too_long[:3])
         problems.append(f"haar does not rotate axes {_TOO_LONG} ({shown}); kind='hadamard' does")
-    kernels = [plan for _, plan in plans if plan.mark != "embedding"]
-    tables = {plan.path: leaf.shape[-1] for leaf, plan in plans if plan.mark == "embedding"}
+    kernels = [plan for plan in plans if plan.mark != "embedding"]
+    tables = [plan for plan in plans if plan.mark == "embedding"]
     if isinstance(rotation.axes, int):
         without = any(axes_rule.without_length(rotation.axes) in plan.left_alone for plan in kernels)
         if without and not any(plan.is_chosen for plan in kernels):
             problems.append(f"Rotation(axes={rotation.axes}) should be d_model, and no kernel has an axis so long")
-        elif tables and rotation.axes not in tables.values():
+        elif tables and not any(rotation.axes in plan.shape for plan in tables):
             problems.append(f"Rotation(axes={rotation.axes}) should be d_model, and no embedding table is so wide")
     rotated = [plan.path for plan in kernels if plan.groups]
     if rotated and not tables and not callable(rotation.axes) and rotation.embeddings != "":
@@ -288,41 +359,67 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
     return drawn()
 
 
-def init_basis(rotation: Rotation, params: optax.Params) -> Any:
-    """Makes what the state keeps of the bases of `params`; see `RotationState.basis`."""
-    plans = plan_tree(rotation, params)
-    _warn_of_plans(rotation, plans)
+def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
+    """Makes what the state keeps: the bases and the name of the plan; see `RotationState`."""
+    plan = plan_tree(rotation, params)
+    _warn_of_plans(rotation, plan)
+    # Arrays, not empty dicts: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
+    checksum = jnp.asarray(_checksum(plan), jnp.uint32)
+    named = {plan.name: checksum} if plan.parameters else checksum
     if rotation.kind != "haar":
-        return ()
+        return (), named
     found: dict[str, Any] = {}
-    for leaf, plan in plans:
-        for i, group in enumerate(plan.groups):
-            *parents, name = _basis_path(plan.path, i)
+    for leaf, of_leaf in zip(jax.tree.leaves(params), plan.parameters, strict=True):
+        for i, group in enumerate(of_leaf.groups):
+            *parents, basis = _basis_path(of_leaf.path, i)
             node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, found)
-            node[name] = _draw_haar(rotation, plan, group, wide_dtype(leaf))
-    # An array, not an empty dict: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
-    return found or jnp.zeros((), jnp.float32)
+            node[basis] = _draw_haar(rotation, of_leaf, group, wide_dtype(leaf))
+    return found or jnp.zeros((), jnp.float32), named
 
 
-def _stored_basis(basis: Any, plan: Plan, i: int) -> jax.Array:
-    for part in _basis_path(plan.path, i):
-        if not isinstance(basis, dict) or part not in basis:
-            raise ValueError(f"{plan.path!r} has no basis in the state; allowed: the state's own tree and kind")
-        basis = basis[part]
-    if basis.shape != (shape := _basis_shape(plan, plan.groups[i])):
-        raise ValueError(f"{plan.path}: the basis in the state has shape {basis.shape}; allowed: {shape}")
-    return basis
+def _checksum(plan: TreePlan) -> np.uint32:
+    return np.uint32(zlib.crc32(plan.name.encode()))
 
 
-def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
-    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
+def require_plan(plan: TreePlan, held: Any) -> jax.Array | None:
+    """Raises UserError if a state was made for another plan.
+
+    Returns:
+      None; or if the state is traced whether its checksum is that of the plan, bool []: a file that is restored leaf by
+      leaf (equinox's) brings no names.
+    """
+    if not plan.parameters:
+        return None
+    if not isinstance(held, dict) or len(held) != 1:
+        problem = "the state of the rotation does not name its bases, as those of earlier versions of orthojax did not"
+        raise UserError(problem, allowed=f"a new state, of init, for {plan.name}")
+    ((name, checksum),) = held.items()
+    is_traced = isinstance(checksum, jax.core.Tracer)
+    if name != plan.name or not (is_traced or np.all(np.asarray(checksum) == _checksum(plan))):
+        other = name if name != plan.name else "another plan, by its checksum"
+        raise UserError(
+            f"the state of the rotation is of {other}; the Rotation and these parameters make {plan.name}",
+            allowed="the Rotation and the parameters that the state was made for",
+        )
+    return checksum == _checksum(plan) if is_traced else None
+
+
+def basis_constants(
+    rotation: Rotation, plan: Plan, basis: Any, transpose: bool, valid: jax.Array | None = None
+) -> tuple[tuple[Any, ...], ...]:
+    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order.
+
+    Signs are nan where `valid`, a bool [], is false.
+    """
     if rotation.kind == "haar":
-        return tuple((_stored_basis(basis, plan, i),) for i in range(len(plan.groups)))
+        paths = (_basis_path(plan.path, i) for i in range(len(plan.groups)))
+        return tuple((functools.reduce(lambda node, part: node[part], path, basis),) for path in paths)
     found = []
     for group in plan.groups:
         key, shape = rotation.seed ^ _name_key(group), (*plan.stacked_shape, group.size)
         # The program holds one byte for each sign.
-        constants = (orthogonal.hash_signs(key, group.layers, group.size).reshape(shape),)
+        signs: Any = orthogonal.hash_signs(key, group.layers, group.size).reshape(shape)
+        constants = (signs if valid is None else jnp.where(valid, signs.astype(np.float32), np.nan),)
         if rotation.kind == "signed_permutation":
             # Another key: the order of the hashes is not independent of their top bits.
             order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, group.layers, group.size).reshape(shape)
@@ -355,14 +452,14 @@ def describe(rotation: Rotation, params: Any) -> Description:
     >>> print(describe(Rotation(), params))
     parameter   shape          rotation
     mlp/bias    12, 1000       left alone: named 'bias'
-    mlp/kernel  12, 768, 1000  axes (2,): hadamard 1000 = 25 (cosine) x 40, 12 layers  unsure
-    wte         512, 768       axes (1,): hadamard 768 = 32 x 24                       embedding
-    >>> describe(Rotation(kernel_layout="out_in"), {"weight": jnp.zeros((8, 64))})["weight"]
+    mlp/kernel  12, 768, 1000  axes (1,): hadamard 768 = 32 x 24, 12 layers  unsure
+    wte         512, 768       axes (1,): hadamard 768 = 32 x 24             embedding
+    >>> describe(Rotation(axes="output", kernel_layout="out_in"), {"weight": jnp.zeros((8, 64))})["weight"]
     'axes (0,): hadamard 8'
     """
     require_rotation(rotation)
     rows = []
-    for leaf, plan in plan_tree(rotation, params):
+    for plan in plan_tree(rotation, params).parameters:
         parts = []
         for group in plan.groups:
             text = f"axes {group.axes}: {rotation.kind} {group.size}"
@@ -373,5 +470,5 @@ def describe(rotation: Rotation, params: Any) -> Description:
                     text += " = " + " x ".join(names) if names else " (cosine)"
             parts.append(text + (f", {len(group.layers)} layers" if plan.stacked else ""))
         what = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
-        rows.append((plan.path, ", ".join(map(str, getattr(leaf, "shape", ()))), what, plan.mark))
+        rows.append((plan.path, ", ".join(map(str, plan.shape)), what, plan.mark))
     return Description(rows)

@@ -16,10 +16,12 @@ from orthojax.optim.rotation import (
     Group,
     Plan,
     Rotation,
+    TreePlan,
     basis_constants,
     init_basis,
-    leaf_path,
-    plan_leaf,
+    leaf_paths,
+    plan_tree,
+    require_plan,
     require_rotation,
 )
 
@@ -90,12 +92,14 @@ def _rotate_sharded(
     return layout.over_shards(local, x, constants, sharding)
 
 
-def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, like: Any) -> Any:
-    """Applies Q, or Q^T, to one parameter; `like` as in `_apply`."""
+def _rotate_leaf(
+    rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, valid: jax.Array | None, like: Any
+) -> Any:
+    """Applies Q, or Q^T, to one parameter; `valid` as in `basis_constants`, `like` as in `_apply`."""
     given = None if rotation.layout is None else rotation.layout(plan.path)
-    if not plan.groups and given is None:
+    if isinstance(leaf, jax.ShapeDtypeStruct) or (not plan.groups and given is None):
         return leaf
-    constants = basis_constants(rotation, plan, basis, transpose) if plan.groups else ()
+    constants = basis_constants(rotation, plan, basis, transpose, valid) if plan.groups else ()
     x = jnp.asarray(leaf)
     sharding = layout.split_sharding(plan.path, x, given)
     x = layout.place(x, given)
@@ -106,19 +110,40 @@ def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, trans
     return x if given is None else layout.place(x, layout.known_sharding(like))
 
 
-def _apply(rotation: Rotation, tree: Any, basis: Any, *, transpose: bool = False, like: Any = None) -> Any:
-    """Applies Q, or Q^T, to every rotated array of a tree; None and masked nodes are passed over.
+class _Bases(NamedTuple):
+    """The bases of a tree of parameters: the plan of each, and what the state holds of them."""
 
-    With a layout, results leave as it says, or as the same array of `like` is sharded if that is known (outside of
-    jit, or by Explicit axes).
-    """
-    if rotation.kind != "haar" and jax.tree.leaves(basis):
-        raise ValueError(f"the state has a haar basis, the rotation is of kind {rotation.kind!r}; allowed: one kind")
+    rotation: Rotation
+    plan: TreePlan
+    basis: Any
+    valid: jax.Array | None = None
 
-    def leaf_fn(keys: tuple[Any, ...], leaf: Any, wanted: Any = None) -> Any:
-        return _rotate_leaf(rotation, plan_leaf(rotation, keys, leaf), leaf, basis, transpose=transpose, like=wanted)
+    def apply(self, tree: Any, *, transpose: bool = False, like: Any = None) -> Any:
+        """Applies Q, or Q^T, to every rotated array of a part of the tree; None and masked nodes are passed over.
 
-    return jax.tree_util.tree_map_with_path(leaf_fn, tree, *(() if like is None else (like,)))
+        With a layout, results leave as it says, or as the same array of `like` is sharded if that is known (outside of
+        jit, or by Explicit axes).
+        """
+        plans = {plan.path: plan for plan in self.plan.parameters}
+        leaves, treedef = jax.tree.flatten(tree)
+        wanted = [None] * len(leaves) if like is None else treedef.flatten_up_to(like)
+        fixed = {"transpose": transpose, "valid": self.valid}
+        return treedef.unflatten(
+            _rotate_leaf(self.rotation, plans.get(path, Plan(path)), leaf, self.basis, like=other, **fixed)
+            for path, leaf, other in zip(leaf_paths(tree), leaves, wanted, strict=True)
+        )
+
+
+def _bases_of(rotation: Rotation, state: Any, updates: Any, params: Any) -> _Bases:
+    """Returns the bases of a state; parameters, if they are given, show the whole tree where updates may be a part."""
+    if params is not None:
+        _require_part(updates, params, "updates and parameters differ")
+    plan = plan_tree(rotation, updates if params is None else params)
+    if (
+        params is not None and isinstance(state.plan, dict) and plan.name not in state.plan
+    ):  # parameters may have frozen ones that updates have not
+        plan = plan_tree(rotation, updates)
+    return _Bases(rotation, plan, state.basis, require_plan(plan, state.plan))
 
 
 class RotationState(NamedTuple):
@@ -127,20 +152,23 @@ class RotationState(NamedTuple):
     Attributes:
       basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or one 0, shape=(), if no
         parameter is rotated. Other kinds: (), no array at all.
+      plan: A dict of one name, that of the bases and axes, and its checksum, uint32 []: an update with another
+        rotation, or a restore into its state, is refused.
     """
 
     basis: Any
+    plan: Any = ()
 
 
 def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransformation:
     require_rotation(rotation)
 
     def init_fn(params):
-        return RotationState(init_basis(rotation, params))
+        return RotationState(*init_basis(rotation, params))
 
     def update_fn(updates, state, params=None):
         like = params if transpose and rotation.layout is not None else None
-        return _apply(rotation, updates, state.basis, transpose=transpose, like=like), state
+        return _bases_of(rotation, state, updates, params).apply(updates, transpose=transpose, like=like), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -152,8 +180,9 @@ def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformatio
     `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). In between, gradients are rotated and parameters are not;
     `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
 
-    The state is a `RotationState`; the update raises ValueError for that of a different tree or kind. Computes in at
-    least float32; shapes and dtypes stay.
+    The state is a `RotationState`; the update raises ValueError for that of a different tree or rotation. Computes in
+    at least float32; shapes and dtypes stay. One nan in a gradient spreads along its rotated axis: `optax.zero_nans`
+    belongs before.
     """
     return _transformation(rotation, transpose=False)
 
@@ -169,10 +198,12 @@ class RotatedState(NamedTuple):
     Attributes:
       basis: As in `RotationState`; to `optax.tree.map_params` the whole dict is one non-parameter field.
       inner: State of the inner transformation, whose parameter-like arrays are in the rotated basis.
+      plan: As in `RotationState`.
     """
 
     basis: Any
     inner: optax.OptState
+    plan: Any = ()
 
 
 def in_rotated_basis(
@@ -199,7 +230,7 @@ def in_rotated_basis(
 
     Examples:
       >>> optimizer = optax.chain(in_rotated_basis(optax.scale_by_rms()), optax.scale_by_learning_rate(0.1))
-      >>> params = {"kernel": jnp.ones((4, 8))}
+      >>> params = {"embedding": jnp.ones((16, 4)), "kernel": jnp.ones((4, 8))}
       >>> updates, _ = optimizer.update(params, optimizer.init(params))
       >>> updates["kernel"].shape
       (4, 8)
@@ -210,20 +241,20 @@ def in_rotated_basis(
     extended = optax.with_extra_args_support(inner)
 
     def init_fn(params):
-        basis = init_basis(rotation, params)
-        return RotatedState(basis, extended.init(_apply(rotation, params, basis)))
+        basis, plan = init_basis(rotation, params)
+        rotated = _Bases(rotation, plan_tree(rotation, params), basis).apply(params)
+        return RotatedState(basis, extended.init(rotated), plan)
 
     def update_fn(updates, state, params=None, **extra_args):
-        if params is not None:
-            _require_part(updates, params, "updates and parameters differ")
-        rotated = _apply(rotation, updates, state.basis)
+        bases = _bases_of(rotation, state, updates, params)
+        rotated = bases.apply(updates)
         # If the inner transformation does not read the parameters, jit removes their rotation.
-        rotated_params = None if params is None else _apply(rotation, params, state.basis)
-        extra_args = _guarded(extra_args, rotation, updates)
+        rotated_params = None if params is None else bases.apply(params)
+        extra_args = _guarded(extra_args, bases.plan)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
         _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
-        updates = _apply(rotation, rotated, state.basis, transpose=True, like=updates)
-        return updates, RotatedState(state.basis, inner_state)
+        updates = bases.apply(rotated, transpose=True, like=updates)
+        return updates, state._replace(inner=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -231,8 +262,7 @@ def in_rotated_basis(
 def _require_part(part: Any, whole: Any, message: str) -> None:
     """Refuses trees that share no basis: a leaf of `part` must be in `whole`, with the same path and shape."""
     found, known = (
-        {leaf_path(keys): np.shape(leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (part, whole)
+        dict(zip(leaf_paths(tree), map(np.shape, jax.tree.leaves(tree)), strict=True)) for tree in (part, whole)
     )
     for path, shape in found.items():
         if known.get(path) != shape:
@@ -256,10 +286,9 @@ class _InOtherBasis(np.lib.mixins.NDArrayOperatorsMixin):
     __call__ = __jax_array__ = __array_ufunc__ = __getattr__ = _refuse
 
 
-def _guarded(extra_args: dict[str, Any], rotation: Rotation, updates: optax.Updates) -> dict[str, Any]:
+def _guarded(extra_args: dict[str, Any], tree_plan: TreePlan) -> dict[str, Any]:
     """Guards extra arguments: functions, and arrays of a rotated parameter's shape, may be passed on but not used."""
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    rotated = {np.shape(leaf) for keys, leaf in leaves if plan_leaf(rotation, keys, leaf).groups}
+    rotated = {plan.shape for plan in tree_plan.parameters if plan.groups}
     if not rotated:
         return extra_args
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from orthojax.config import ModelConfig, RopeConfig, fields_affecting, flatten, from_flat, require
 from orthojax.errors import UserError
+from orthojax.ops.rotary import yarn_mscale
 from orthojax.pretrained.families import Choice, Equal, Family, Only, integer
 
 # Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
@@ -24,7 +25,7 @@ _IGNORED = re.compile(
     r"|.*no_repeat_ngram_size|num_beam.*|num_return_sequences|remove_invalid_values|return_dict.*|temperature"
     r"|top_[kp]|typical_p"
     r"|partial_rotary_factor|rope_(interleaved|parameters|scaling|theta)|rotary_(emb_base|pct)"
-    r"|layer_types|max_window_layers|use_sliding_window"
+    r"|original_max_position_embeddings|layer_types|max_window_layers|use_sliding_window"
 )
 # Fields that say nothing with this value, and something with another one; None says nothing in any field.
 _NOTHING = {
@@ -61,7 +62,7 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     _require_known(family, given)
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]
-    fields = (_read_rotary(family, given) if family.rotary else {}) | fields
+    fields = (_read_rotary(family, given, fields.get("max_length")) if family.rotary else {}) | fields
     if family.more is not None:
         fields |= family.more.read(given)
     if isinstance(fields.get("d_head"), int) and fields["d_head"] * fields["num_heads"] == fields["d_model"]:
@@ -112,10 +113,10 @@ _SCALINGS = {
     "yarn": _LONGER | {"beta_slow": "low_frequency_factor", "beta_fast": "high_frequency_factor"},
 }
 _MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
-_SCALING_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+_ORIGINAL = "original_max_position_embeddings"
 
 
-def _read_rotary(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = given.get(name) or {}
@@ -127,14 +128,18 @@ def _read_rotary(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     fraction = given.get("partial_rotary_factor", given.get("rotary_pct", family.rotary_fraction))
     numbers = {"rope_theta": theta, "partial_rotary_factor": rope.get("partial_rotary_factor", fraction)}
     scaling = dict(_SCALINGS[kind])
-    numbers |= {name: rope.get(name, _SCALING_DEFAULTS.get(name)) for name in scaling}
+    # As in transformers: a length beside `rope_parameters` counts before one in it, and the whole length without both.
+    defaults = {"beta_slow": 1.0, "beta_fast": 32.0, _ORIGINAL: max_length}
+    rope |= {_ORIGINAL: given.get(_ORIGINAL) or rope.get(_ORIGINAL)} if _ORIGINAL in scaling else {}
+    numbers |= {name: defaults.get(name) if rope.get(name) is None else rope[name] for name in scaling}
     if kind == "yarn" and family.mscales and (rope.get("mscale") or rope.get("mscale_all_dim")):
         # If one of them is missing, implementations differ.
         scaling |= _MSCALES
         numbers |= {name: rope.get(name) or None for name in _MSCALES}
     missing = sorted(name for name, value in numbers.items() if value is None)
     require(not missing, f"rope_type={kind!r} has no {', '.join(missing)}", ", ".join(numbers))
-    known = {*numbers, "rope_type", "type", *(("original_max_position_embeddings",) if kind == "linear" else ())}
+    known = {*numbers, "rope_type", "type"}
+    known |= {"linear": {_ORIGINAL}, "yarn": {"attention_factor", "truncate"}}.get(kind, set())
     unknown = sorted(name for name in set(rope) - known if rope[name] is not None)
     require(not unknown, f"field {', '.join(unknown)} of rope_type={kind!r} is not known", ", ".join(sorted(known)))
     for name, value in numbers.items():
@@ -145,7 +150,21 @@ def _read_rotary(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.fraction"] = numbers["partial_rotary_factor"]
     if kind != "default":
         found |= {f"rope.{ours}": numbers[name] for name, ours in scaling.items()} | {"rope.scaling": kind}
-    return found
+    return found | (_read_yarn(rope, numbers) if kind == "yarn" else {})
+
+
+def _read_yarn(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads `truncate`, and `attention_factor` f in the place of `mscale`: f = m(mscale) / m(mscale_all_dim)."""
+    truncate, attention_factor = rope.get("truncate", True), rope.get("attention_factor")
+    require(isinstance(truncate, bool), f"truncate={truncate!r} is not supported", "true | false")
+    if attention_factor is None:
+        return {"rope.truncate": truncate}
+    factor, is_number = numbers["factor"], isinstance(attention_factor, int | float)
+    m = attention_factor * yarn_mscale(factor, numbers.get("mscale_all_dim", 0.0)) if is_number and factor > 1 else 0.0
+    problem = f"attention_factor={attention_factor!r} with factor={factor} is not supported"
+    require(m >= 1.0, problem, "one that makes rotated channels no smaller, with a factor above 1")
+    # Rounded, so that what `_write_rotary` makes of it is read as the same number.
+    return {"rope.truncate": truncate, "rope.mscale": round((m - 1.0) / (yarn_mscale(factor, 1.0) - 1.0), 12)}
 
 
 def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -154,6 +173,9 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
         scaling = _SCALINGS[rope.scaling]
         if rope.scaling == "yarn" and family.mscales and rope.mscale_all:
             scaling = scaling | _MSCALES
+        elif rope.scaling == "yarn" and rope.mscale != 1.0:
+            given["attention_factor"] = yarn_mscale(rope.factor, rope.mscale)
+        given |= {} if rope.truncate else {"truncate": False}
         given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
     if family.rotary_fraction != 1.0:
         given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction

@@ -246,8 +246,8 @@ def closing(workdir: Path, evaluate: Sequence[str]) -> list[str]:
         last |= line
     parts = [f"step {last['step']:,}"] if last else []
     if "loss_nats" in last:
-        parts.append(f"loss {last['loss_nats']:.4f}")
+        parts.append(f"loss {number(last['loss_nats'])}")
     if (loss := last.get("validation_loss_nats")) is not None:
-        parts.append(f"validation loss {loss:.4f}, perplexity {number(perplexity(loss))}")
+        parts.append(f"validation loss {number(loss)}, perplexity {number(perplexity(loss))}")
     following = {"metrics": path, "checkpoints": workdir / "checkpoints", "evaluate": shlex.join(evaluate)}
     return [f"done: {', '.join(parts)}", *(entry(name, str(what)) for name, what in following.items())]

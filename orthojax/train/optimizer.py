@@ -44,7 +44,7 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
             "output": (last,),
             "input": (before,),
             "both": (before, last),
-            "residual": (last if writes else before,),
+            "d_model": (last if writes else before,),
             "writers": (last,) if writes else (),
             "none": (),
         }[rotation.axes]

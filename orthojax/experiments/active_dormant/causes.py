@@ -13,12 +13,15 @@ from orthojax.experiments.active_dormant.runs import EARLY, SHOWN, Setting, row,
 from orthojax.experiments.claims import Claim, Metric, all_of
 from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study
+from orthojax.formatting import share
 
 _COPY, _BIGRAM = RISKS = Metric("backcopy_risk_nats"), Metric("bigram_excess_risk_nats")
 _SINK, _RATIO, _GAP = Metric("sink_attention_rest"), Metric("value_ratio"), Metric("sink_logit_gap")
-_EARLY = Metric(f"attention to <s>, mean over {EARLY} steps", lambda of: of["early_sink"])
+_EARLY = Metric(f"attention to <s>, mean over {EARLY} steps", lambda of: of["early_sink"], share)
 _EFFECT, _TRIGGERS, _TOKEN_VALUE = (Metric(name) for name in ("value_effect_nats", "trigger_keys", "token_value_ratio"))
-_ABOVE = Metric("weight on one token above equal weights", lambda of: of["largest_token"] - of["largest_token_equal"])
+_ABOVE = Metric(
+    "weight on one token above equal weights", lambda of: of["largest_token"] - of["largest_token_equal"], share
+)
 _LEARNED = ((_COPY["*"] < 0.05) & (_BIGRAM["*"] < 0.1)).in_every_seed()
 _SETUP = (
     f"One layer of width 64, {SHOWN[-1]:,} steps of 32 x 64 tokens, Adam with rate 3e-3, b2 0.99, decay 1e-4, in "

@@ -26,6 +26,7 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.pictures import Bars, ByLayer, ByStep
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns
+from orthojax.formatting import share
 
 _DRAIN = Metric("value_drain")
 _MOST = [Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")]
@@ -89,11 +90,11 @@ BACKCOPY_RULES = Study(
 
 _ON_FIRST, _TRIGGERS_ON_FIRST = Metric("first_key/layer_0"), Metric("active_first_key/layer_0")
 _TRIGGERS_ON_TRIGGERS = Metric("active_trigger_keys/layer_0")
-_VALUE_RATIO = Metric("value norm of <s> / others'",
+_VALUE_RATIO = Metric("value norm, <s> over others, layer 0",
                       lambda of: of["value_norm_first/layer_0"] / of["value_norm_rest/layer_0"])  # fmt: skip
 _EXCESS = Metric("largest excess risk (nats)", lambda of: max(risk(of) for risk in RISKS))
 _PARKED = Metric("weight on triggers and <s>, late triggers",
-                 lambda of: _TRIGGERS_ON_TRIGGERS(of) + _TRIGGERS_ON_FIRST(of))  # fmt: skip
+                 lambda of: _TRIGGERS_ON_TRIGGERS(of) + _TRIGGERS_ON_FIRST(of), share)  # fmt: skip
 _SKIP = {"data.rule": "skip_bigram"}
 
 NEEDED_HEAD = Study(

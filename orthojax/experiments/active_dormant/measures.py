@@ -32,8 +32,8 @@ def _ratios(of: Numbers, name: str) -> list[float]:
 
 
 # Of the layers, the one with the most pronounced phenomenon counts.
-PEAK = Metric("residual norm of <s> / others', largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
-DRAIN = Metric("value norm of <s> / others', smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
+PEAK = Metric("residual norm, <s> over others, largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
+DRAIN = Metric("value norm, <s> over others, smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
 
 _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "residual_norm_first")
 

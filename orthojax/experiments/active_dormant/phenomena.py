@@ -270,11 +270,11 @@ _AFTER_FIRST = Metric("residual_peak/layer_0")
 
 def _left(key: str) -> Metric:
     of = lambda numbers: numbers[f"no_layer_0: {key}"] / numbers[f"none: {key}"]  # noqa: E731
-    return Metric(f"{Metric(key).label}, without the first layer over with it", of)
+    return Metric(f"{Metric(key).label}, left without the first layer", of)
 
 
 _PEAK_LEFT = Metric(
-    "largest later peak, without the first layer over with it",
+    "largest later peak, left without the first layer",
     lambda of: float(of.layers("no_layer_0: residual_peak")[1:].max() / of.layers("none: residual_peak")[1:].max()),
 )
 _GAP_LEFT, _VALUE_LEFT = _left("sink_logit_gap/layer_1"), _left("value_norm_first/layer_1")

@@ -170,7 +170,9 @@ def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
     """Returns AdamW of `_COPY_RATE` for the middle one of three layers, the named one for all others."""
     outer = {
         "adam": adamw(_OUTER_RATE),
-        "orthoadam": orthoadam(_OUTER_RATE, _B1, _B2, weight_decay=_WEIGHT_DECAY, rotation=Rotation("haar", seed=seed)),
+        "orthoadam": orthoadam(
+            _OUTER_RATE, _B1, _B2, weight_decay=_WEIGHT_DECAY, rotation=Rotation("haar", "output", seed)
+        ),
         "sgd": optax.chain(optax.add_decayed_weights(_WEIGHT_DECAY), optax.sgd(_SGD_RATE, momentum=0.9)),
     }[name]
     labels = lambda params: {key: "copy" if key == "copy" else "outer" for key in params}  # noqa: E731
@@ -282,7 +284,7 @@ def _three_layers(seed: int) -> Iterator[Row]:
 _COPY, _BIGRAM = Metric("backcopy_risk"), Metric("bigram_excess_risk")
 _SINK, _LOGIT, _SPREAD = Metric("sink_attention"), Metric("sink_logit"), Metric("sink_logit_spread")
 _COPY_HALF, _BIGRAM_HALF, _SINK_HALF, _ = _HALVES = [Metric(f"{name}_half_step") for name in _ORDERED]
-_VALUE_RATIO = Metric("value norm of <s> over the others'", lambda of: of["value_norm_bos"] / of["value_norm_rest"])
+_VALUE_RATIO = Metric("value norm, <s> over others", lambda of: of["value_norm_bos"] / of["value_norm_rest"])
 _LOG_R, _LOG_SLOPE = Metric("log_r"), Metric("log_slope")
 _ONE = "one_layer"
 

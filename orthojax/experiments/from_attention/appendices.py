@@ -30,8 +30,7 @@ def _trained_in_two_bases(seed: int) -> Iterator[Row]:
 
 
 _DEVIATION, _PERMUTED, _ALONG = (
-    Metric(name, show=lambda value: f"{value:.1e}" if value else "0")
-    for name in ("deviation", "deviation_signed_permutation", "deviation_turned_parameters")
+    Metric(name) for name in ("deviation", "deviation_signed_permutation", "deviation_turned_parameters")
 )
 
 

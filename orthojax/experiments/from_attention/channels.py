@@ -115,7 +115,7 @@ def output_bases(config: Config, part: str) -> np.ndarray:
     if group is None:
         raise UserError(
             f"optimizer {config.optim.optimizer!r} has no d_model x d_model basis for {PARTS[part]}",
-            allowed="orthoadam with rotation.axes output, both, residual or writers, and a kind that rotates",
+            allowed="orthoadam with rotation.axes output, both, d_model or writers, and a kind that rotates",
         )
     return np.stack([_basis(config, part, group, layer) for layer in range(config.model.num_layers)])
 

@@ -479,7 +479,7 @@ FIGURE34 = Study(
               pictures.ByLayer(MASS.name, normalized=True)],
 )  # fmt: skip
 
-_LOSS = Metric("held-out loss (nats)", lambda of: float(np.log(PPL(of))), "{:.3f}".format)
+_LOSS = Metric("held-out loss (nats)", lambda of: float(np.log(PPL(of))))
 _NATS, _JUMP, _RISE = Metric("loss_nats"), Metric("loss_jump_nats"), Metric("validation_rise_nats")
 
 FIGURE41 = Study(

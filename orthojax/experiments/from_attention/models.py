@@ -64,7 +64,7 @@ def _tiny_run(model: str, length: int = 64) -> Config:
 
 def _deep_run(model: str, length: int = 128) -> Config:
     """Returns softmax and Adam on two CPU cores in the setting of `LANGUAGE_MODEL`, where every layer matters."""
-    changes = {"data.sequence_length": length, "optim.rotation.axes": "residual", "train.probe_every_steps": 0}
+    changes = {"data.sequence_length": length, "optim.rotation.axes": "d_model", "train.probe_every_steps": 0}
     shape = _shape(model, 6, _TINY_WIDTHS[model], 4, 2048, length, position="rotary", scan_layers=False)
     return dataclasses.replace(replace(LANGUAGE_MODEL, changes), model=shape)
 

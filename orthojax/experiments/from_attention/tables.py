@@ -54,10 +54,10 @@ from orthojax.experiments.pictures import ByStep, Maps, Points
 from orthojax.experiments.results import Numbers, Result, Results
 from orthojax.experiments.study import Given, Study
 from orthojax.experiments.tables import Columns, Paired, Printed
-from orthojax.formatting import byte_count, percent, signed
+from orthojax.formatting import byte_count, percent, share, signed
 
 WIDTH, POOLED = Metric("D", lambda of: of["model.d_model"]), Metric("kurtosis_pooled")
-FULL, PER_TOKEN = Metric("perplexity", show="{:,.2f}".format), "int8_fine_per_token"
+PER_TOKEN = "int8_fine_per_token"
 AT_COARSE, AT_4_BITS = lost(COARSE), lost(INT4)
 _INT8_NOTE = (
     "After RMSNorm with one scale no value exceeds sqrt(D) times the root mean square, so the rounding error of int8 "
@@ -65,11 +65,6 @@ _INT8_NOTE = (
     "small width is therefore nearly arithmetic; the inputs of the output projections are not normed."
 )
 _CURED_ALONE = "what cured alone loses did not count"
-
-
-def perplexity_at(setting: str) -> Metric:
-    """Returns the perplexity of a quantised model, with the digits that the paper has."""
-    return Metric(f"perplexity_{setting}", show="{:,.2f}".format)
 
 
 def points(setting: str) -> Metric:
@@ -87,7 +82,7 @@ def loses_less(setting: str, says: str) -> Claim:
 def quantisation_tables(*settings: str) -> tuple[Columns, ...]:
     """Returns tables of perplexities at settings, and of what these cost in points and in percent."""
     return (
-        Columns("Perplexity", [FULL, *map(perplexity_at, settings)]),
+        Columns("Perplexity", ["perplexity", *(f"perplexity_{setting}" for setting in settings)]),
         Columns("Difference from full precision, in points", [points(setting) for setting in settings]),
         Columns("The same in percent", [lost(setting) for setting in settings]),
     )
@@ -114,8 +109,9 @@ TABLE1 = Study(
     "softmax-1 and in a rotated basis. The difference of the paper's last row is 0.3 in its Table 1 and 0.2 in its "
     "Table 3: 13.6 against 13.3 and against 13.33.",
     paper=paper.TABLE_3,
-    columns=[FULL, perplexity_at(INT4), points(INT4), AT_4_BITS],
-    tables=[Printed("What Table 1 of the paper prints, on C4", [FULL, perplexity_at(INT4), AT_4_BITS], paper.TABLE_1)],
+    columns=[f"perplexity perplexity_{INT4}", points(INT4), AT_4_BITS],
+    tables=[Printed("What Table 1 of the paper prints, on C4", ["perplexity", f"perplexity_{INT4}", AT_4_BITS],
+                    paper.TABLE_1)],
     claims=[
         Claim("Weights of 4 bits, zeropoint, one scale for each output channel, break other models. The paper: 23 to "
               "205,000 times the perplexity for models that others trained, 2.1 to 7,200 times for its own GPT2, and "
@@ -131,8 +127,9 @@ TABLE1 = Study(
                      WORST, AT_4_BITS, y_scale="symlog")],
 )  # fmt: skip
 
-EQUAL_WITH_SOFTMAX1 = Metric("softmax-1's chance",
-                             lambda of: chance_of_first(int(of["data.sequence_length"]), softmax1=True))  # fmt: skip
+EQUAL_WITH_SOFTMAX1 = Metric(
+    "softmax-1's chance", lambda of: chance_of_first(int(of["data.sequence_length"]), softmax1=True), share
+)
 _DOMINANCE_LEFT = largest(excess_left(S, V), fraction_left(MASS[V], MASS[S], CHANCE[V], EQUAL_WITH_SOFTMAX1[S]))
 _BOTH_DOMINATED = dominated(V) & (MASS[V] >= 2 * CHANCE[V])
 _GPT2, _LLAMA2 = "gpt2_130m_vanilla", "llama2_130m_vanilla"
@@ -267,7 +264,7 @@ def _printed_costs(name: str) -> dict[str, float]:
 
 
 _STEP_RATIO, _STEP_LOWER, _STEP_UPPER, _PROGRAM_RATIO, _STATE_RATIO = (
-    Metric(f"cost_{name}", show="{:.3f}".format)
+    Metric(f"cost_{name}")
     for name in ("step_ratio", "step_ratio_lower", "step_ratio_upper", "program_ratio", "optimizer_state_ratio")
 )
 
@@ -543,8 +540,8 @@ def _correlation(part: str) -> Callable[[Numbers], float]:
     return of
 
 
-_OF_FIRST = Metric("correlation of the first token", _correlation("first"), "{:.3f}".format)
-_OF_REST = Metric("correlation of other tokens", _correlation("rest"), "{:.3f}".format)
+_OF_FIRST = Metric("correlation of the first token", _correlation("first"))
+_OF_REST = Metric("correlation of other tokens", _correlation("rest"))
 
 TABLE9 = Study(
     name="table9",

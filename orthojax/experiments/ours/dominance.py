@@ -110,7 +110,7 @@ def _setting(length: int, bos: bool, steps: int, methods: Sequence[str]) -> dict
         "optim.rotation.axes": "output",
     }
     name = f"{length}{'_bos' if bos else ''}_{steps}"
-    chosen = (METHODS | {"residual": METHODS["cured"] | {"optim.rotation.axes": "residual"}}).items()
+    chosen = (METHODS | {"d_model": METHODS["cured"] | {"optim.rotation.axes": "d_model"}}).items()
     return {
         f"{method}_{name}": replace(REPEATED_MODEL, changes | change) for method, change in chosen if method in methods
     }
@@ -123,15 +123,15 @@ REPEATED_LONGER = Study(
     name="repeated_longer",
     title="Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
     runs=lambda scale: _setting(64, True, 2000, ("vanilla", "cured"))
-    | _setting(64, True, 6000, (*METHODS, "residual")),
+    | _setting(64, True, 6000, (*METHODS, "d_model")),
     seeds=(1, 2, 3, 4, 5),
     measures=(FOUR_BITS,),
-    note="6,000 steps, and a pair of 2,000. OrthoAdam rotates the output axes, in `residual` the d_model axes. "
+    note="6,000 steps, and a pair of 2,000. OrthoAdam rotates the output axes, in `d_model` the d_model axes. "
     "Criteria were committed before any of these runs but seeds 1 and 2 of 2,000 steps; each part alone joined when "
     "seed 1 of vanilla and cured had run, the d_model axes when all others had.",
     columns=_MEASURED,
     tables=[Columns("Perplexity lost to rounding", _ROUNDED),
-            _change_from("vanilla_*", "softmax1_* orthoadam_* cured_* residual_*")],
+            _change_from("vanilla_*", "softmax1_* orthoadam_* cured_* d_model_*")],
     claims=[
         _dominates(),
         Claim("It dominates more after three times the steps.", FRACTION[_LONG] > FRACTION[_SHORT]),
@@ -139,12 +139,12 @@ REPEATED_LONGER = Study(
               excess_left("cured_64_bos_6000", _LONG) < excess_left("cured_64_bos_2000", _SHORT)),
         *_by_method(),
         *_FOUR_BITS_TOO,
-        halved("Both together take away half of the dominance with the d_model axes rotated.", "residual_*",
+        halved("Both together take away half of the dominance with the d_model axes rotated.", "d_model_*",
                "vanilla_*"),
-        cured_outliers("With the d_model axes rotated they leave no outliers.", "residual_*", "vanilla_*"),
-        no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", "residual_*", "vanilla_*"),
+        cured_outliers("With the d_model axes rotated they leave no outliers.", "d_model_*", "vanilla_*"),
+        no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", "d_model_*", "vanilla_*"),
     ],
-    headlines=[(metric, _LONG, "cured_64_bos_6000") for metric in _HEADLINES],
+    headlines=[(metric, _LONG, "d_model_64_bos_6000") for metric in _HEADLINES],
     pictures=[*_BY_STEP, Maps("vanilla_64_bos_6000 cured_64_bos_6000")],
 )  # fmt: skip
 REPEATED_SETTINGS = Study(

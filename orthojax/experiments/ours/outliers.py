@@ -44,13 +44,13 @@ _BY_STEP = [ByStep("first_attention_fraction", name="dominance"),
 
 def _rotations(scale: str) -> dict[str, Config]:
     base = replace(cured(SHALLOW_MODEL), {"train.steps": 500})
-    kinds = ("hadamard_output", "haar_output", "dct_output", "hadamard_both", "haar_both", "hadamard_residual",
+    kinds = ("hadamard_output", "haar_output", "dct_output", "hadamard_both", "haar_both", "hadamard_d_model",
              "hadamard_writers", "hadamard_input")  # fmt: skip
     changes: dict[str, dict[str, Any]] = {
         "vanilla": {"optim.optimizer": "adam", "model.normalizer": "softmax"},
         "adam": {"optim.optimizer": "adam"},
         **{
-            name: dict(zip(("optim.rotation.kind", "optim.rotation.axes"), name.split("_"), strict=True))
+            name: dict(zip(("optim.rotation.kind", "optim.rotation.axes"), name.split("_", 1), strict=True))
             for name in kinds
         },
         "no_embeddings": {"optim.rotation.embeddings": False},
@@ -58,7 +58,7 @@ def _rotations(scale: str) -> dict[str, Config]:
         "input_no_embeddings": {"optim.rotation.axes": "input", "optim.rotation.embeddings": False},
         "identity": {"optim.rotation.kind": "identity"},
         "signed_permutation": {"optim.rotation.kind": "signed_permutation", "optim.rotation.axes": "both"},
-        "shared": {"optim.rotation.scope": "tree", "optim.rotation.axes": "residual"},
+        "shared": {"optim.rotation.scope": "tree", "optim.rotation.axes": "d_model"},
         "fixed_in_model": {"optim.optimizer": "adam", "model.fixed_rotation": True},
     }
     settings = {
@@ -113,7 +113,7 @@ ROTATION_ABLATION = Study(
 
 # The axes of `RotationConfig.axes`; `writers` are those that multiply what is written to the residual stream
 # (Appendix F of From Attention to Activation).
-_AXES = ("output", "writers", "residual", "both")
+_AXES = ("output", "writers", "d_model", "both")
 _MATRICES = {f"matrices_{seed}": seed for seed in (100, 101, 102, 103, 104)}
 
 
@@ -180,7 +180,7 @@ _TUNED_BASE = replace(LANGUAGE_MODEL, {"data.repeated_share": 0.0, "train.eval_e
 _TUNED_CHANGES: dict[str, Mapping[str, Any]] = {
     "vanilla": METHODS["vanilla"],
     "cured": METHODS["cured"],
-    "residual": METHODS["cured"] | {"optim.rotation.axes": "residual"},
+    "d_model": METHODS["cured"] | {"optim.rotation.axes": "d_model"},
     "muon": {"optim.optimizer": "muon", "optim.momentum": 0.95},
     "soap": {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95},
     "lion": {"optim.optimizer": "lion", "optim.b2": 0.99},
@@ -194,7 +194,7 @@ _RATES = {
     "sgd": (0.1, 0.2, 0.4, 0.8, 1.6),
 }
 _WARMUPS = (0.05, 0.25)
-_TUNED = {"vanilla": (0.004, 0.25), "cured": (0.004, 0.25), "residual": (0.004, 0.25), "muon": (0.01, 0.05),
+_TUNED = {"vanilla": (0.004, 0.25), "cured": (0.004, 0.25), "d_model": (0.004, 0.25), "muon": (0.01, 0.05),
           "soap": (0.008, 0.25), "lion": (0.001, 0.25)}  # fmt: skip
 
 
@@ -232,8 +232,8 @@ TUNING = Study(
     ],
 )  # fmt: skip
 
-_COMPARED = {500: ("vanilla", "cured", "residual", "muon", "soap", "lion"), 2000: ("vanilla", "cured", "residual"),
-             10_000: ("vanilla", "cured", "residual")}  # fmt: skip
+_COMPARED = {500: ("vanilla", "cured", "d_model", "muon", "soap", "lion"), 2000: ("vanilla", "cured", "d_model"),
+             10_000: ("vanilla", "cured", "d_model")}  # fmt: skip
 _KNOWN = "two of three seeds of the longest runs were there, from remaining_outliers, whose criterion is older"
 PARITY = Study(
     name="parity",
@@ -245,11 +245,11 @@ PARITY = Study(
     },
     seeds=(0, 1, 2),
     note="Six layers on ordinary text; rate and warm-up of each method are those that tuning chose with 500 steps. "
-    "`residual` is the cure with the d_model axes rotated, `cured` with the output axes; names end with the number of "
+    "`d_model` is the cure with the d_model axes rotated, `cured` with the output axes; names end with the number of "
     "steps.",
     columns=[OUTCOME, "cost_step_ratio"],
     tables=[
-        Paired("Change from softmax + Adam, paired by seed", "vanilla_*", "cured_* residual_* muon_* soap_* lion_*",
+        Paired("Change from softmax + Adam, paired by seed", "vanilla_*", "cured_* d_model_* muon_* soap_* lion_*",
                "perplexity kurtosis_first kurtosis_rest", "first_attention_fraction first_attention_mass"),
         Columns("Perplexity lost to quantisation", _LOST),
     ],
@@ -257,8 +257,8 @@ PARITY = Study(
         no_perplexity_lost("The cure costs no perplexity, each method tuned.", "cured_*", "vanilla_*"),
         cured_outliers("The cure leaves no outliers, at tuned rates.", "cured_*", "vanilla_*"),
         no_perplexity_lost("The cure with the d_model axes rotated costs no perplexity, at the rate tuned for the "
-                           "output axes.", "residual_*", "vanilla_*", added=_KNOWN),
-        cured_outliers("The cure with the d_model axes rotated leaves no outliers.", "residual_*", "vanilla_*",
+                           "output axes.", "d_model_*", "vanilla_*", added=_KNOWN),
+        cured_outliers("The cure with the d_model axes rotated leaves no outliers.", "d_model_*", "vanilla_*",
                        added=_KNOWN),
         Claim("Softmax + Muon has outliers.", WORST["muon_*"] > OUTLIERS),
         Claim("Softmax + Lion has outliers.", WORST["lion_*"] > OUTLIERS),
@@ -271,7 +271,7 @@ PARITY = Study(
 
 
 def _long_runs(scale: str) -> dict[str, Config]:
-    runs = {method: _tuned(method, *_TUNED[method], 10_000) for method in ("vanilla", "cured", "residual")}
+    runs = {method: _tuned(method, *_TUNED[method], 10_000) for method in ("vanilla", "cured", "d_model")}
     changes = {"both": {"optim.rotation.axes": "both"}, "haar": {"optim.rotation.kind": "haar"},
                "orthoadam": {"model.normalizer": "softmax"}}  # fmt: skip
     return runs | {name: replace(runs["cured"], change) for name, change in changes.items()}
@@ -286,7 +286,7 @@ REMAINING_OUTLIERS = Study(
     title="What the cure leaves after 10,000 steps of ordinary text, by the matrices and axes of OrthoAdam",
     runs=_long_runs,
     seeds=(0, 1, 2),
-    note="The setting of parity at 10,000 steps, at one rate. `cured` rotates the output axes, `residual` the d_model "
+    note="The setting of parity at 10,000 steps, at one rate. `cured` rotates the output axes, `d_model` the d_model "
     "axes, `both` both; `haar` has dense matrices on the output axes. vanilla and cured were known when the criteria "
     "were set.",
     columns=[OUTCOME, PEAK],
@@ -296,11 +296,11 @@ REMAINING_OUTLIERS = Study(
                "perplexity kurtosis_first kurtosis_rest", "first_attention_fraction first_attention_mass"),
     ],
     claims=[
-        _leaves_none("With the d_model axis of every kernel rotated no outliers are left.", "residual"),
+        _leaves_none("With the d_model axis of every kernel rotated no outliers are left.", "d_model"),
         _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
         _leaves_none("With Haar matrices on the output axis no outliers are left.", "haar"),
         *(no_perplexity_lost(f"It costs no perplexity: {words}.", name, "vanilla")
-          for name, words in {"residual": "d_model axes", "both": "both axes", "haar": "Haar"}.items()),
+          for name, words in {"d_model": "d_model axes", "both": "both axes", "haar": "Haar"}.items()),
         Claim("OrthoAdam alone leaves outliers of the first token and none of others.",
               (FIRST["orthoadam"] > OUTLIERS) & (REST["orthoadam"] < NO_OUTLIERS), outliers("vanilla")),
     ],

@@ -4,6 +4,7 @@ from orthojax.experiments.base import BACKCOPY_MODEL, REPEATED_MODEL, cured
 from orthojax.experiments.claims import (
     CHANCE,
     COARSE,
+    DRAIN,
     FIRST,
     INT4,
     MASS,
@@ -27,7 +28,6 @@ from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns
 
 SINK = Metric("sink_attention_rest")
-DRAIN = Metric("value norm of <s> over the others'", lambda of: of["value_norm_first"] / of["value_norm_rest"])
 _COARSE, _INT4 = lost(COARSE), lost(INT4)
 _LOST = largest(_COARSE["vanilla"], _INT4["vanilla"])
 
@@ -55,7 +55,7 @@ QUICK = Study(
         ),
         Columns(
             "Bigram-Backcopy, one layer, Adam, by normalizer",
-            "sink_attention sink_attention_rest sink_logit_gap value_norm_first value_norm_rest residual_norm_first "
+            "sink_attention_rest sink_logit_gap value_norm_first value_norm_rest residual_norm_first "
             "residual_norm_rest backcopy_risk_nats bigram_excess_risk_nats",
             rows="backcopy_*",
         ),

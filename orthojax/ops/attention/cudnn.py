@@ -12,6 +12,7 @@ JAX gives the kernel's lse no gradient.
 """
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -25,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from orthojax.ops.attention import cudnn_kernel, xla
 from orthojax.ops.attention.cudnn_kernel import Operands, Settings, Statistics, outside_of_traces, private_module
-from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs, known_window, unsupported_window
 from orthojax.ops.normalizers import sink_logit
 from orthojax.ops.products import varying_alike
 
@@ -36,10 +37,12 @@ _WIDTH_MULTIPLE = 8
 
 def unsupported(inputs: AttentionInputs) -> str:
     """Returns why cuDNN does not support the arguments, naming what is allowed, or ""."""
-    H, widest = inputs.query.shape[3], widest_head()
+    H, widest = max(inputs.query.shape[3], inputs.value.shape[3]), widest_head()
     dtypes = {a.dtype.name for a in (inputs.query, inputs.key, inputs.value)}
-    if not isinstance(inputs.scale, int | float | np.number):
+    if not isinstance(inputs.scale, float):
         return "scale must be a number, not an array: the kernel is compiled for it"
+    if inputs.logits_soft_cap is not None:
+        return "the kernel has no soft cap; allowed: logits_soft_cap=None"
     if sink_logit(inputs.normalizer) is None:
         return f"normalizer {inputs.normalizer!r} has no kernel; allowed: 'softmax1', 'softmax', a number, an array"
     if dtypes not in ({"bfloat16"}, {"float16"}):
@@ -57,9 +60,11 @@ def _unsupported_masking(inputs: AttentionInputs) -> str:
     has_lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
     if has_bias and (T % 2 or S % 2):
         return f"with a bias or a mask the numbers of queries and keys must be even, got {T} and {S}"
-    if inputs.local_window_size is not None:
-        if inputs.local_window_size[1] and not inputs.is_causal:
-            return f"a window must be (left, 0) or causal, got {inputs.local_window_size} without is_causal"
+    if problem := unsupported_window(inputs.local_window_size):
+        return problem
+    if (window := known_window(inputs.local_window_size)) is not None:
+        if window[1] and not inputs.is_causal:
+            return f"a window must be (left, 0) or causal, got {window} without is_causal"
         if has_bias:
             return "a window cannot be combined with a bias or a mask"
         if T > S and not has_lengths:
@@ -85,16 +90,22 @@ def _unsupported_sharding(inputs: AttentionInputs) -> str:
 def attend(inputs: AttentionInputs) -> jax.Array:
     """Computes attention by the kernel, for inputs that `unsupported` does not refuse.
 
-    A bias is rounded to the dtype of the query, and the scale is fixed when compiled.
+    A bias is rounded to the dtype of the query, and the scale is fixed when compiled. If values have another width than
+    keys, the narrower ones are padded with zeros, since the kernel has one width.
 
     Returns:
-      [B, T, N, H] in the dtype of the query. Rows that see no key are zero if there is a finite sink, and what cuDNN
+      [B, T, N, V] in the dtype of the query. Rows that see no key are zero if there is a finite sink, and what cuDNN
       makes of them for "softmax" and a sink of -inf, gradients included (NaN for a key length of 0); queries beyond
       their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
       `ATTENTION_NAME`.
     """
+    H, V = inputs.query.shape[3], inputs.value.shape[3]
+    if H != V:
+        missing = {"query": max(V - H, 0), "key": max(V - H, 0), "value": max(H - V, 0)}
+        wide = {name: jnp.pad(getattr(inputs, name), [(0, 0)] * 3 + [(0, n)]) for name, n in missing.items()}
+        return attend(dataclasses.replace(inputs, **wide))[..., :V]
     preload_builtins()
-    window = inputs.local_window_size
+    window = known_window(inputs.local_window_size)
     settings = Settings(
         scale=float(inputs.scale),
         is_causal=inputs.is_causal or window is not None,  # a window to the left alone is causal

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs
+from orthojax.ops.attention.inputs import ATTENTION_NAME, AttentionInputs, known_window, unsupported_window
 from orthojax.ops.normalizers import sink_logit
 
 try:  # experimental modules of jax: they may move
@@ -51,7 +51,9 @@ def unsupported(inputs: AttentionInputs) -> str:
         return f"normalizer {inputs.normalizer!r} has no kernel; allowed: 'softmax1', 'softmax', a number, an array"
     if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
         return f"query, key and value are {', '.join(dtypes)}; allowed: one of {', '.join(_DTYPES)} for all three"
-    return ""
+    if jnp.size(inputs.scale) > 1:
+        return f"scale must be one number or an array of one, got {jnp.shape(inputs.scale)}"
+    return unsupported_window(inputs.local_window_size)
 
 
 def unavailable() -> str:
@@ -74,10 +76,10 @@ def attend(inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
     kernel, on any machine.
 
     Returns:
-      [B, T, N, H] in the dtype of `value`; with "softmax", rows that see no key are not defined. Saved for the backward
+      [B, T, N, V] in the dtype of `value`; with "softmax", rows that see no key are not defined. Saved for the backward
       pass under `ATTENTION_NAME`.
     """
-    B, T, N, H = inputs.query.shape
+    B, T, N, _ = inputs.query.shape
     query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(inputs.query.dtype)
     query, key, value = (_kernel_layout(array) for array in (query, inputs.key, inputs.value))
     sinks = None
@@ -86,7 +88,7 @@ def attend(inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
         sinks = jnp.broadcast_to(jnp.maximum(sink, _NO_SINK), (B, N))
     kernel = _kernel(inputs, query.shape[2], key.shape[2], interpret)
     out = _on_shards(kernel, query, key, value, _segments(inputs), sinks)
-    out = jnp.swapaxes(out[:, :, :T, :H], 1, 2)
+    out = jnp.swapaxes(out[:, :, :T, : inputs.value.shape[3]], 1, 2)
     if inputs.query_seq_lengths is None:
         return out
     return jnp.where((jnp.arange(T)[None] < inputs.query_seq_lengths[:, None])[..., None, None], out, 0)
@@ -94,7 +96,7 @@ def attend(inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
 
 def _kernel(inputs: AttentionInputs, T: int, S: int, interpret: bool) -> "kernels.SplashAttentionKernel":
     """Makes splash's object for any number of heads: a pytree of small arrays, an entry for each pair of blocks."""
-    left, right = inputs.local_window_size or (None, None)
+    left, right = known_window(inputs.local_window_size) or (None, None)
     mask = masks.LocalMask((T, S), (left, 0 if inputs.is_causal else right), 0)
     if mask.window_size == (None, None):
         mask = masks.FullMask((T, S))
@@ -106,6 +108,7 @@ def _kernel(inputs: AttentionInputs, T: int, S: int, interpret: bool) -> "kernel
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=inputs.logits_soft_cap,
         residual_checkpoint_name=ATTENTION_NAME,
         interpret=interpret,
     )

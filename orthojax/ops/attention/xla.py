@@ -1,5 +1,6 @@
 """Attention by plain XLA operations: masks, weights, weighted values; all queries at once or one chunk at a time."""
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orthojax.ops.attention.inputs import AttentionInputs, window_sides
+from orthojax.ops.attention.inputs import AttentionInputs, Window, known_window, window_sides
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.statistics import at_least_float32, wide_dtype
 
@@ -19,6 +20,7 @@ CHUNK_BYTES = {"cpu": 2**23}
 # On a CPU, under a causal mask: as few chunks as save work, unless their weights are larger than this.
 CAUSAL_CHUNK_BYTES = {"cpu": 2**25}
 FEWEST_QUERIES = 32
+_SHAPED_AS_LOGITS = ("bias", "mask", "scale")
 # Under a causal mask the chunks are split into this many runs; those of a run take the keys up to the end of the run.
 _CAUSAL_RUNS = 4
 
@@ -37,7 +39,7 @@ def visible_keys(
     is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | jax.Array | Window | None = None,
     query_start: int | jax.Array = 0,
     key_start: int | jax.Array = 0,
 ) -> jax.Array | None:
@@ -57,7 +59,7 @@ def visible_keys(
         parts.append((s <= t)[None, None])
     if local_window_size is not None:
         left, right = window_sides(local_window_size)
-        parts.append(((s >= t - left) & (s <= t + right))[None, None])
+        parts.append(((t - s <= left) & (s - t <= right))[None, None])
     if query_seq_lengths is not None:
         parts.append((t[None] < query_seq_lengths.reshape(batch, 1, 1))[:, None])
     if key_value_seq_lengths is not None:
@@ -83,12 +85,18 @@ def relaxed_causal_mask(
 
 
 def attention_logits(
-    query: jax.Array, key: jax.Array, bias: jax.Array | None = None, *, scale: float | None = None
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    scale: float | jax.Array | None = None,
+    logits_soft_cap: float | None = None,
 ) -> jax.Array:
-    """Computes scaled products of queries and keys, before any mask: scale * query @ key^T + bias.
+    """Computes scaled products of queries and keys, before any mask: x = scale * query @ key^T + bias.
 
     Query [B, T, N, H] and key [B, S, K, H], with K dividing N, give [B, N, T, S] in float32 (float64 for float64
-    inputs), to which `bias` broadcasts; the scale is 1 / sqrt(H) by default.
+    inputs), to which `bias` and `scale` broadcast; the scale is 1 / sqrt(H) by default. With a soft cap c the result
+    is c tanh(x / c).
     """
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
@@ -102,23 +110,18 @@ def attention_logits(
         grouped = query.reshape(B, T, K, N // K, H)
         logits = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=dtype).reshape(B, N, T, S)
     logits *= jnp.asarray(max(H, 1) ** -0.5 if scale is None else scale, dtype)
-    return logits if bias is None else logits + bias.astype(dtype)
+    logits = logits if bias is None else logits + bias.astype(dtype)
+    return logits if logits_soft_cap is None else logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
 
 
 def attention_weights(
-    query: jax.Array,
-    key: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    normalizer: Normalizer,
-    scale: float | None = None,
+    query: jax.Array, key: jax.Array, *, normalizer: Normalizer, mask: jax.Array | None = None, **options: Any
 ) -> jax.Array:
     """Computes the weights with which queries attend to keys: a normalizer of `attention_logits`.
 
-    Arguments and result are as for `attention_logits`; the boolean `mask` (True keeps) broadcasts to the result.
+    Other arguments and the result are as for `attention_logits`; the boolean `mask` (True keeps) broadcasts to it.
     """
-    return apply_normalizer(normalizer, attention_logits(query, key, bias, scale=scale), mask)
+    return apply_normalizer(normalizer, attention_logits(query, key, **options), mask)
 
 
 def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -137,17 +140,18 @@ def weighted_values(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def attend(inputs: AttentionInputs) -> jax.Array:
-    """Computes attention by the whole matrix of weights: [B, T, N, H] in the dtype of `value`."""
-    (B, T), S = inputs.query.shape[:2], inputs.key.shape[1]
-    visible = visible_keys(B, T, S, mask=inputs.mask, **_hiding(inputs))
-    options = {"bias": inputs.bias, "normalizer": inputs.normalizer, "scale": inputs.scale}
-    weights = attention_weights(inputs.query, inputs.key, mask=visible, **options)
-    return _without_padding(weighted_values(weights, inputs.value), inputs.query_seq_lengths)
+    """Computes attention by the whole matrix of weights: [B, T, N, V] in the dtype of `value`."""
+    return _without_padding(weighted_values(all_weights(inputs), inputs.value), inputs.query_seq_lengths)
 
 
-def _hiding(inputs: AttentionInputs) -> dict[str, Any]:
-    names = ("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
-    return {name: getattr(inputs, name) for name in names}
+def all_weights(inputs: AttentionInputs, query_start: int | jax.Array = 0, key_start: int | jax.Array = 0) -> jax.Array:
+    """Computes the weights of all queries, [B, N, T, S] in at least float32; the starts are as for `visible_keys`."""
+    (B, T), S, given = inputs.query.shape[:2], inputs.key.shape[1], vars(inputs)
+    hiding = ("mask", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
+    starts: Any = {"query_start": query_start, "key_start": key_start}
+    visible = visible_keys(B, T, S, **starts | {name: given[name] for name in hiding})
+    options = {name: given[name] for name in ("bias", "normalizer", "scale", "logits_soft_cap")}
+    return attention_weights(inputs.query, inputs.key, mask=visible, **options)
 
 
 def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> jax.Array:
@@ -163,20 +167,20 @@ def _without_padding(output: jax.Array, query_seq_lengths: jax.Array | None) -> 
 
 
 def attend_chunked(inputs: AttentionInputs) -> jax.Array:
-    """Computes attention chunk by chunk: [B, T, N, H] in the dtype of `value`."""
-    B, T, N, H = inputs.query.shape
+    """Computes attention chunk by chunk: [B, T, N, V] in the dtype of `value`."""
+    B, T, N, _ = inputs.query.shape
     size = _queries_per_chunk(inputs)
     chunks = -(-T // size)
     queries = {"query": _split(inputs.query, size, chunks, 1), "start": size * jnp.arange(chunks)}
-    for name in ("bias", "mask"):
+    for name in _SHAPED_AS_LOGITS:
         array = getattr(inputs, name)
-        if array is not None and array.shape[2] > 1:  # sliced as given: never broadcast to [B, N, T, S]
+        if isinstance(array, jax.Array) and array.shape[2] > 1:  # sliced as given: never broadcast to [B, N, T, S]
             queries[name] = _split(array, size, chunks, 2)
     outputs = []
     for run in _runs(inputs, size, chunks):
         part = {name: array[run.first : run.last] for name, array in queries.items()}
         outputs.append(_attend_run(inputs, run, part))
-    output = jnp.moveaxis(jnp.concatenate(outputs), 0, 1).reshape(B, chunks * size, N, H)[:, :T]
+    output = jnp.moveaxis(jnp.concatenate(outputs), 0, 1).reshape(B, chunks * size, N, -1)[:, :T]
     return _without_padding(output, inputs.query_seq_lengths)
 
 
@@ -208,15 +212,15 @@ class _Run(NamedTuple):
 
 def _runs(inputs: AttentionInputs, size: int, chunks: int) -> list[_Run]:
     T, S = inputs.query.shape[1], inputs.key.shape[1]
-    everything = [_Run(0, chunks, S, None)]
+    everything, window = [_Run(0, chunks, S, None)], known_window(inputs.local_window_size)
     if isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax":
         # It spreads a row that sees nothing over all keys, so no key may be left out if there may be such a row.
-        left, _ = inputs.local_window_size or (T, 0)
-        if inputs.mask is not None or inputs.key_value_seq_lengths is not None or T - left > S:
+        left, right = window or ((T, 0) if inputs.local_window_size is None else (-1, -1))
+        if inputs.mask is not None or inputs.key_value_seq_lengths is not None or T - left > S or min(left, right) < 0:
             return everything
-    if inputs.local_window_size is not None:
-        left, right = inputs.local_window_size
-        keys = left + size + (0 if inputs.is_causal else right)
+    if window is not None:
+        left, right = window
+        keys = max(left + size + (min(right, 0) if inputs.is_causal else right), 1)
         if keys < S:
             return [_Run(0, chunks, keys, left)]
     if not inputs.is_causal:
@@ -243,22 +247,22 @@ def _keys(array: jax.Array, start: int | jax.Array, number: int, axis: int) -> j
 def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array]) -> jax.Array:
     """Computes attention of the chunks of one run, [chunks of the run, B, size, N, H]; `queries` are their parts."""
     # Every chunk adds to the gradients of what all chunks share: summed in float32, as in one product.
-    shared = {name: getattr(inputs, name) for name in ("key", "value", "bias", "normalizer")}
-    shared = {name: at_least_float32(a) if isinstance(a, jax.Array) else a for name, a in shared.items()}
+    shared = {name: getattr(inputs, name) for name in ("key", "value", *_SHAPED_AS_LOGITS, "normalizer")}
+    summed = [name for name, a in shared.items() if isinstance(a, jax.Array) and a.dtype != jnp.bool_]
+    shared |= {name: at_least_float32(shared[name]) for name in summed}
+    dtypes = {"key": inputs.key.dtype, "value": inputs.value.dtype}
     if run.left is None:
-        shared |= {name: _keys(shared[name], 0, run.keys, 1) for name in ("key", "value")}
+        shared |= {name: _keys(shared[name], 0, run.keys, 1) for name in dtypes}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # in a loop nothing can be merged with the recomputation
     def attend_chunk(chunk: dict[str, jax.Array]) -> jax.Array:
         first = 0 if run.left is None else jnp.clip(chunk["start"] - run.left, 0, inputs.key.shape[1] - run.keys)
-        key = _keys(shared["key"], first, run.keys, 1).astype(inputs.key.dtype)
-        value = _keys(shared["value"], first, run.keys, 1).astype(inputs.value.dtype)
-        bias, mask = chunk.get("bias", shared["bias"]), chunk.get("mask", inputs.mask)
-        bias, mask = (None if array is None else _keys(array, first, run.keys, 3) for array in (bias, mask))
-        hiding = {"mask": mask, "query_start": chunk["start"], "key_start": first, **_hiding(inputs)}
-        B, T = chunk["query"].shape[:2]
-        visible = visible_keys(B, T, run.keys, **hiding)
-        options = {"bias": bias, "normalizer": shared["normalizer"], "scale": inputs.scale}
-        return weighted_values(attention_weights(chunk["query"], key, mask=visible, **options), value)
+        part: dict[str, Any] = {name: _keys(shared[name], first, run.keys, 1).astype(dtypes[name]) for name in dtypes}
+        for name in _SHAPED_AS_LOGITS:
+            array = chunk.get(name, shared[name])
+            part[name] = _keys(array, first, run.keys, 3) if isinstance(array, jax.Array) else array
+        part |= {"query": chunk["query"], "normalizer": shared["normalizer"]}
+        weights = all_weights(dataclasses.replace(inputs, **part), chunk["start"], first)
+        return weighted_values(weights, part["value"])
 
     return lax.map(attend_chunk, queries)
