@@ -2,11 +2,13 @@
 
 import contextlib
 import difflib
+import glob
 import json
 import math
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -37,27 +39,41 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file in one step: readers see the old content or the new, also after a kill or a full disk.
 
-    Several processes may do so at once, and the last one wins; `write` gets a binary file with a temporary name.
+    Several processes may do so at once, and the last one wins; `write` gets a binary file with a temporary name. What
+    killed processes left under such names goes.
 
     Raises:
       OSError: With the name of the file, which the error of a full disk lacks.
     """
+    _remove_orphans(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
+            locked = try_lock(file)  # which tells others that it is no orphan
             write(file)
             file.flush()
             os.fsync(file.fileno())  # or a power cut leaves the new name with nothing behind it
-        temporary.replace(path)
+            if locked:
+                temporary.replace(path)
+        if not locked:  # Windows renames no open file
+            temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def _remove_orphans(path: Path) -> None:
+    for left in map(Path, glob.glob(f"{glob.escape(str(path.parent))}/.{glob.escape(path.name)}.*-*.tmp")):
+        with contextlib.suppress(OSError), left.open("ab") as file:
+            # A second: another process may have made it just now, and lock it next.
+            if time.time() - left.stat().st_mtime > 1 and try_lock(file):
+                left.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replaces a UTF-8 text file in one step, as `write_atomically`."""
-    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+    """Replaces a UTF-8 text file in one step, as `write_atomically`; bytes of paths that are not UTF-8 are escaped."""
+    write_atomically(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def require_file(path: Path, what: str) -> None:
@@ -77,7 +93,7 @@ def require_file(path: Path, what: str) -> None:
 
 def nearest_path(path: Path) -> str:
     """Returns the hint 'did you mean ...?' for a path whose last part is mistyped, or '' if none is near."""
-    if os.path.exists(path):
+    if os.path.lexists(path):
         return ""
     try:
         found = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
@@ -126,19 +142,32 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
-def try_lock(file: IO) -> bool:
+def try_lock(file: IO) -> bool | None:
     """Locks an open file until it is closed or the process ends, however it ends.
 
     Returns:
-      False if another process holds the lock; True also if the system or the file system has no locks.
+      False if another process holds the lock; None if the system or the file system has no locks.
     """
     try:
         import fcntl
     except ImportError:  # Windows
-        return True
-    with contextlib.suppress(OSError):  # some network file systems have no locks
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems
+        return None
     return True
+
+
+def require_utf8(path: Path, what: str) -> None:
+    """Refuses a path with bytes that are not UTF-8: TensorStore, which reads and writes arrays, cannot open it.
+
+    Raises:
+      UserError: If there are any in its absolute form; `what` names it.
+    """
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{what} {path.absolute()}: a name in it is not UTF-8", allowed="UTF-8, as by a link") from None

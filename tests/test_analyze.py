@@ -1,5 +1,6 @@
 """`orthojax analyze`: planted heads in closed form, knock-outs, rows of text, series of checkpoints, its files."""
 
+import io
 import json
 import math
 
@@ -154,6 +155,22 @@ def test_ids_that_the_model_lacks_are_refused(models):
     loaded, _ = opened(models, "planted")
     with pytest.raises(UserError, match="token id"):
         measure_model(loaded, read_token_ids(models / "run.npy", rows=0, length=T), {})
+
+
+def test_files_that_hold_no_token_ids_are_refused(tmp_path):
+    good, npz = io.BytesIO(), io.BytesIO()
+    np.save(good, np.arange(90, dtype=np.int32))
+    np.savez(npz, ids=np.arange(90))
+    whole = good.getvalue()
+    contents = [b"", whole[:20], whole[:-4], whole.replace(b"(90,), ", b"(9000000000000,), "), npz.getvalue()]
+    objects = [2**40, -(2**40), 2**32, {}, 1.5, True, "a"]  # in 32 bits the first ones would be 0
+    for content in [*contents, *(np.full((4, 9), value) for value in objects), np.full(90, 2**64 - 1, np.uint64)]:
+        if isinstance(content, bytes):
+            (tmp_path / "ids.npy").write_bytes(content)
+        else:
+            np.save(tmp_path / "ids.npy", content)
+        with pytest.raises(UserError, match=r"ids\.npy"):
+            read_token_ids(tmp_path / "ids.npy", rows=0, length=8)
 
 
 def test_token_ids_may_be_a_stream(tmp_path):

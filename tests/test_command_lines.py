@@ -121,6 +121,7 @@ def home(trained, tmp_path):
 
 # What is refused, most of it before anything heavy is imported. (script, arguments, what the lines name.)
 
+SMALL_RUN = ["--config=small.py", "--cache_dir=cache"]
 WRITE = ["--model=run", "--prompt=a"]
 NEW = ["--workdir=new", "--runs_dir=models"]
 REFUSED = {
@@ -137,6 +138,12 @@ REFUSED = {
     "a warm-up of all steps": ("train", ["--config.train.steps=9"], ["optim.warmup_steps=100", "train.steps=9"]),
     "override without a value": ("train", ["--config.train.steps"], ["--config.train.steps", "VALUE"]),
     "override without a config": ("evaluate", ["--config.train.steps=3"], ["config"]),
+    "a folder as a config": ("train", ["--config=."], ["no config file: ."]),
+    "a file as a run": ("evaluate", ["--checkpoint=text.txt"], ["text.txt is no folder"]),
+    "a file as a model": ("analyze", ["--model=small.json"], ["small.json is no model", ".gguf"]),
+    "a workdir that is not UTF-8": ("train", [*SMALL_RUN, "--workdir=new\udce9"], ["new\\udce9", "UTF-8"]),
+    "a prompt that is not UTF-8": ("generate", ["--model=run", "--prompt=the\udce9"], ["'the\\udce9'", "UTF-8"]),
+    "devices that no process has": ("train", ["--dry_run", "--pretend_devices=1000000"], ["2048"]),
     "missing config file": ("train", ["--config=smal.py"], ["smal.py", "'small.py'"]),
     "config file that is no Python": ("train", ["--config=text.txt"], ["text.txt", "Python file"]),
     "config of a run without a workdir": ("train", ["--config=run/config.json"], ["run/config.json", "--workdir"]),
@@ -179,6 +186,8 @@ BROKEN_CONFIGS = {
     "no get_config": ("config = 3\n", ["get_config()"]),
     "wrong type": ("def get_config():\n    return {'steps': 3}\n", ["get_config()"]),
     "raises": ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError", "line 2"]),
+    "exits": ("import sys\nsys.exit(3)\n", ["SystemExit: 3", "line 2"]),
+    "exits later": ("def get_config():\n    raise SystemExit\n", ["SystemExit", "line 2"]),
     "mistyped keyword": (
         "from orthojax.config import TrainConfig\ndef get_config():\n    return TrainConfig(step=3)\n",
         ["'step'", "line 3"],
@@ -214,20 +223,34 @@ def test_run_starts_from_the_config_of_another(trained, tmp_path):
     assert again == {part: values | changed.get(part, {}) for part, values in other.items()}
 
 
-def test_parsing_imports_nothing_heavy(tmp_path):
-    code = (
-        f"import runpy, sys, atexit\nsys.path.insert(0, '')\nsys.argv = ['train.py', '--config.train.steps=0']\n"
-        f"atexit.register(lambda: print(sorted(sys.modules.keys() & {{'jax', 'numpy', 'flax', 'orbax', 'optax'}})))\n"
-        f"runpy.run_path({str(ROOT / 'launch' / 'train.py')!r}, run_name='__main__')"
-    )
-    done = run_from_scratch("", cwd=tmp_path, code=code)
-    assert done.returncode == 2
-    assert done.stdout == "[]\n"
+LIGHT = [
+    *("train --config.train.steps=0", "train --config.train.init_from=/nowhere", "evaluate --checkpoint=/nowhere"),
+    *("analyze --model=a=/nowhere", "generate --model=/nowhere --prompt=a", "inspect /nowhere"),
+    *("reproduce --model=/nowhere", "analyze --model=/nowhere --checkpoints"),
+]
+
+
+def test_wrong_fields_and_missing_models_are_refused_before_heavy_imports(tmp_path):
+    code = f"""
+import os, sys
+from orthojax import commands
+for line in {LIGHT!r}:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    sys.argv = ["orthojax", *line.split()]
+    try:
+        commands.main()
+    except SystemExit as done:
+        print(done.code, sorted(sys.modules.keys() & {{"jax", "numpy", "flax", "orbax", "optax"}}), flush=True)
+        os._exit(0)
+"""
+    done = run_from_scratch("", cwd=tmp_path, code=f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
+    assert done.stdout.splitlines() == ["2 []"] * len(LIGHT), done.stderr
+    assert done.stderr.count("/nowhere") == len(LIGHT) - 1
 
 
 # Wrong files; tests/test_data_*.py have more of the data. (changed from the trained folder, arguments, words.)
-
-SMALL = ["--config=small.py", "--cache_dir=cache"]
 
 
 def write(name, content):
@@ -240,7 +263,7 @@ def write(name, content):
 
 
 def text(name, *more):
-    return [*SMALL, "--workdir=new", f"--config.data.paths={name}", *more]
+    return [*SMALL_RUN, "--workdir=new", f"--config.data.paths={name}", *more]
 
 
 FILES = {
@@ -248,8 +271,8 @@ FILES = {
     "vocabulary larger than the model": (
         None, text("text.txt", "--config.model.vocab_size=100"), ["model.vocab_size=100", "258"],
     ),
-    "workdir that is a file": (write("new", "kept"), [*SMALL, "--workdir=new"], ["new is a file"]),
-    "workdir of another config": (None, [*SMALL, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1"]),
+    "workdir that is a file": (write("new", "kept"), [*SMALL_RUN, "--workdir=new"], ["new is a file"]),
+    "workdir of another config": (None, [*SMALL_RUN, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1"]),
 }  # fmt: skip
 
 
@@ -328,7 +351,7 @@ def test_unwritable_evaluation_is_refused_before_the_work(home):
 @pytest.mark.slow
 def test_full_disk_while_saving_keeps_the_last_checkpoint(home):
     shutil.rmtree(home / "run/checkpoints/6")
-    arguments = ["train", *SMALL, "--workdir=run"]
+    arguments = ["train", *SMALL_RUN, "--workdir=run"]
     done = run_from_scratch(*arguments, cwd=home, limit_bytes=4096)
     assert done.returncode == 2
     assert "the checkpoint of step 3 is kept" in done.stderr  # among what threads of libraries print
@@ -355,7 +378,7 @@ def test_token_files_are_made_and_trained_on(home):
         "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
     }  # fmt: skip
     arguments = [
-        *SMALL, "--workdir=new", "--config.data.kind=tokens",
+        *SMALL_RUN, "--workdir=new", "--config.data.kind=tokens",
         "--config.data.paths=tokens/train.bin,tokens/validation.bin",
     ]  # fmt: skip
     done = run("train", *arguments, cwd=home)
@@ -472,7 +495,7 @@ def test_terminated_run_says_where_it_stopped(home):
 
 
 def test_run_shows_its_config_steps_and_losses(home):
-    short = [*SMALL, "--workdir=new", "--config.train.steps=2", "--config.optim.learning_rate=0.5"]
+    short = [*SMALL_RUN, "--workdir=new", "--config.train.steps=2", "--config.optim.learning_rate=0.5"]
     done = run("train", *short, cwd=home)
     assert done.returncode == 0, done.stderr
     for word in ("softmax1", "2 steps", "orthoadam", "0.5", "tokenizer bytes", "orthojax evaluate --checkpoint=new"):

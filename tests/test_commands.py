@@ -67,6 +67,39 @@ def test_configs_of_the_package_are_found_everywhere(tmp_path):
         assert run("train", f"--config={name}", cwd=tmp_path).returncode == 2
 
 
+LEFT_ALONE = """
+import signal, sys, time
+from orthojax.commands import cli
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
+cli.stop_without(int(sys.argv[1]))
+time.sleep(100)
+"""
+KILLED = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_processes_of_a_study_do_not_outlive_it(tmp_path):
+    done = run(LEFT_ALONE, cwd=tmp_path, code=KILLED)  # returns when the inner process closes its output
+    assert (done.returncode, done.stdout) == (-9, "saved\n")
+
+
+NOTHING_ESCAPES = """
+import sys
+from orthojax.commands import cli
+sys.argv = ["x"]
+cli.run(lambda _: print("workdir caf\\udce9 größer"))
+"""
+
+
+def test_output_that_its_encoding_lacks_is_escaped(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run(cwd=tmp_path, code=NOTHING_ESCAPES)
+    assert (done.returncode, done.stdout) == (0, "workdir caf\\udce9 gr\\xf6\\xdfer\n"), done.stderr
+
+
 # Missing extras.
 
 BLOCKED = """
@@ -95,6 +128,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     ],
 )
 def test_command_names_the_missing_extra(tmp_path, missing, command, extra):
+    (tmp_path / "checkpoints/1").mkdir(parents=True)
     code = BLOCKED.format([missing]) + "from orthojax.commands import main\nmain()"
     done = run(*command, cwd=tmp_path, code=code)
     assert done.returncode == 2

@@ -72,6 +72,7 @@ def test_every_type_is_read_from_text_or_refused():
         with pytest.raises(ValueError):  # noqa: PT011
             read_value(text, hint)
     assert all(describe_type(hint) for hint in PATHS.values())
+    assert len(refusal(replace, Config(), {"model.d_model": "nan"})) == 2  # which is no slip for "an" integer
 
 
 # Overrides.
@@ -146,6 +147,18 @@ BAD_OVERRIDES = [
 @pytest.mark.parametrize(("path", "value", "word"), BAD_OVERRIDES)
 def test_bad_override_is_refused_in_three_lines(path, value, word):
     assert word in "\n".join(refusal(replace, Config(), {path: value}))
+
+
+def test_no_field_takes_a_number_that_no_array_can_hold():
+    for path, hint in PATHS.items():
+        kinds = describe_type(hint)
+        wrong = [math.nan, math.inf, -math.inf, 10**310] if "a number" in kinds else []
+        wrong += [2**31 + 2**31 * path.endswith("seed"), 10**20] if "an integer" in kinds else []
+        for value in [(0, number) if "list" in kinds else number for number in wrong]:
+            assert path.rpartition(".")[2] in refusal(replace, Config(), {path: value})[0]
+    assert replace(Config(), {"train.seed": 2**32 - 1, "optim.rotation.seed": "4294967295"}).train.seed == 2**32 - 1
+    for path, value in {"model.d_model": 2**20 + 4, "model.num_layers": 10**6, "data.sequence_length": 2**25}.items():
+        refusal(replace, Config(), {path: value, "model.position": "none"})
 
 
 # Configs built in Python are held to the same types as overrides.

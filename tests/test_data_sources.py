@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import struct
 import subprocess
 import sys
 
@@ -41,6 +42,14 @@ def as_arrow(texts):
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=7)
     return sink.getvalue().to_pybytes()
+
+
+def misleading_arrow(*offsets):
+    """A file whose texts lie at these bytes."""
+    there, given = (struct.pack("<4q", *each) for each in ((0, 5, 12, 17), offsets))
+    content = as_arrow(["hello", "world!!", "third"])
+    assert content.count(there) == 1
+    return content.replace(there, given)
 
 
 # Suffix -> the content of a file with these texts.
@@ -112,6 +121,10 @@ def test_documents_have_names_of_their_own(tmp_path):
         ("a.parquet", as_parquet(TEXTS)[:200], "a.parquet"),
         ("a.parquet", as_parquet(TEXTS, "body"), "a.parquet"),
         ("a.arrow", as_arrow(TEXTS)[:-300], "a.arrow"),
+        ("a.arrow", misleading_arrow(0, 5, 12, 2**50), "out of bounds"),  # which would end the process
+        ("a.arrow", misleading_arrow(0, 12, 5, 17), "non-monotonic"),
+        ("a.arrow", misleading_arrow(-(2**50), 5, 12, 17), "negative"),
+        ("a.arrow", as_arrow(["größer"]).replace("ö".encode(), b"\xf6\xf6"), "UTF8"),
         ("a.jsonl.bz2", bz2.compress(b'{"body": "x"}\n'), "body"),
         ("a.jsonl.xz", lzma.compress(b'{"text": 3}\n'), "text"),
         ("a.txt.xz", b"plain", "a.txt.xz"),

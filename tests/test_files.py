@@ -75,6 +75,33 @@ def test_failed_write_keeps_the_old_content(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    path, left, other = tmp_path / "a.json", tmp_path / ".a.json.99-00ff.tmp", tmp_path / ".b.json.99-00ff.tmp"
+    for file in (left, other):
+        file.write_text("half")
+        os.utime(file, (0, 0))
+
+    def write(file):
+        (own,) = (found for found in tmp_path.glob(".a.json*") if found != left)
+        os.utime(own, (0, 0))
+        files.write_text(path, "inner")  # by another writer, which leaves that of a living one alone
+        assert own.exists()
+        file.write(b"outer")
+
+    files.write_atomically(path, write)
+    assert path.read_text() == "outer"
+    assert sorted(tmp_path.iterdir()) == [other, path]
+
+
+def test_bytes_that_are_not_utf8_are_escaped_in_texts_and_refused_in_paths(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    files.write_text(tmp_path / "report.md", f"of {name}")
+    assert (tmp_path / "report.md").read_bytes() == rb"of caf\udce9"
+    files.require_utf8(tmp_path / "größer", "workdir")
+    with pytest.raises(UserError, match=r"workdir .*caf"):
+        files.require_utf8(tmp_path / name / "run", "workdir")
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS])
 def test_full_or_protected_disk_is_a_user_error(code):
     assert "report.json" in str(as_user_error(OSError(code, os.strerror(code), "report.json")))

@@ -34,6 +34,7 @@ from orthojax.experiments.active_dormant.measures import RISKS
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
 from orthojax.experiments.figures import lines
+from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
 from orthojax.experiments.report import escape_markdown, print_report, write_report
 from orthojax.experiments.results import Missing
@@ -154,11 +155,34 @@ def test_a_second_call_trains_and_measures_nothing(results, study, home, tmp_pat
     assert shared["another"]["perplexity"] == results["cured"].values("perplexity")[1]
     assert times(home / "runs") == before
     measured = results["cured"].folders[1].resolve() / "measured/evaluation.json"
-    content = json.loads(measured.read_text())
+    content = json.loads(measured.read_text()) | {"sha256": 0}
     measured.unlink()  # as if it had been stopped after training
     run(study, home / "work", home, SEEDS)
-    assert json.loads(measured.read_text()) == pytest.approx(content)
+    assert json.loads(measured.read_text()) | {"sha256": 0} == pytest.approx(content)
     assert [path for path, written in times(home / "runs").items() if written != before[path]] == [measured]
+
+
+def test_a_measurement_that_was_changed_is_refused(tmp_path):
+    metrics, calls = {"loss_nats": 0.1, "kurtosis_first": float("nan")}, []
+
+    def of():
+        measure = Measure("planted", lambda *_: calls.append(1) or Measured(metrics, {"x": np.arange(3)}))
+        return measure.of(tmp_path, lambda: None, None, print)
+
+    text, arrays = (tmp_path / f"measured/planted.{kind}" for kind in ("json", "npz"))
+    assert of() == of() == {"loss_nats": 0.1}
+    for path, content in {
+        text: text.read_bytes().replace(b"0.1", b"0.2"),
+        arrays: arrays.read_bytes()[:-9],
+    }.items():
+        before = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"planted\.json or its arrays were changed"):
+            of()
+        path.write_bytes(before)
+    assert (of(), len(calls)) == ({"loss_nats": 0.1}, 1)
+    text.write_text('{"loss_nats": 0.3}')  # by an earlier version
+    assert of() == {"loss_nats": 0.3}
 
 
 def test_an_interrupted_call_goes_on_where_it_was(home, tmp_path):

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -608,6 +609,25 @@ def test_a_second_run_kept_off_folder_of_first(tmp_path):
     assert len(refused) == 10
     assert json.loads((tmp_path / "config.json").read_text())["train"]["log_every_steps"] == 1
     train(CONFIG, inputs(), tmp_path)  # afterwards it is free
+
+
+@pytest.mark.parametrize("last", [7, 10])  # on the way, and before the last checkpoint
+def test_a_run_whose_folder_is_moved_ends_with_an_error_and_resumes(tmp_path, last):
+    config, home, away = replace(CONFIG, {"train.checkpoint_every_steps": 5}), tmp_path / "run", tmp_path / "away"
+
+    def move(step, loss):
+        if step == last:
+            while not (home / "checkpoints/5").is_dir():  # it is written in the background
+                time.sleep(0.01)
+            home.rename(away)
+
+    with pytest.raises(UserError, match=r"run was moved or deleted"):
+        train(config, inputs(), home, on_step=move)
+    assert not (home / "config.json").exists()
+    shutil.rmtree(home, ignore_errors=True)  # the last checkpoint may have made it again
+    away.rename(home)
+    assert find_checkpoint(home).name == "5"
+    assert bits(train(config, inputs(), home)) == bits(train(config, inputs(), tmp_path / "whole"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

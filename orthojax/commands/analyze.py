@@ -24,6 +24,8 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.commands.evaluate import define_settings, fitting, named_settings
 from orthojax.errors import UserError, printable
+from orthojax.files import require_file
+from orthojax.places import find_place, steps_in
 
 FLAGS = flags.FLAGS
 _LENGTH = 256  # tokens of a row, if the model was trained on more
@@ -51,8 +53,6 @@ def define_flags() -> None:
 
 def checkpoint_series(run: str) -> dict[str, str]:
     """Returns step -> path of the checkpoints that a run kept, by step; a UserError for fewer than two."""
-    from orthojax.train.checkpoint import steps_in
-
     for folder in (Path(run) / "checkpoints", Path(run)):
         if len(steps := steps_in(folder)) > 1:
             return {str(step): str(folder / str(step)) for step in steps}
@@ -110,6 +110,11 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
 def main(_: list[str]) -> None:
     if not FLAGS.model:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
+    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
+    for path in models.values():
+        find_place(path)
+    if FLAGS.token_ids:
+        require_file(Path(FLAGS.token_ids), "file of token ids")
 
     import numpy as np
 
@@ -120,7 +125,6 @@ def main(_: list[str]) -> None:
     from orthojax.train import keep_compiled_programs
 
     started, settings = time.monotonic(), named_settings()
-    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
     places = {name: _require_length(path) for name, path in models.items()}
     workdir = Path(FLAGS.workdir)
     make_folder(workdir / "arrays", "workdir")

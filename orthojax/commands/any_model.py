@@ -76,16 +76,20 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
     """
     require_file(path, "file of token ids")
     try:
-        ids = np.load(path)
+        ids = np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
-        raise UserError(f"{path} is no .npy file: {error}") from None
+        raise UserError(f"{path} is no .npy file: {str(error)[:200]}") from None
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{path} holds {ids.dtype} {ids.shape}", allowed="integers [rows, length + 1] or [tokens]")
     width = length + 1
     ids = ids[: len(ids) // width * width].reshape(-1, width) if ids.ndim == 1 else ids
     if not len(ids) or ids.shape[1] < width:
         raise UserError(f"{path} holds {ids.shape}: no row of {width} tokens", allowed="a smaller --length")
-    return _inputs(np.ascontiguousarray(ids[: rows or None, :width], np.int32), f"{path.name} (token ids)", None)
+    ids = ids[: rows or None, :width]
+    extreme = ids.min() if ids.min() < 0 else ids.max()
+    if not 0 <= extreme < 2**31:  # in 32 bits it would be another id
+        raise UserError(f"{path} holds the token id {extreme}", allowed="those of the model")
+    return _inputs(np.ascontiguousarray(ids, np.int32), f"{path.name} (token ids)", None)
 
 
 def _inputs(rows: np.ndarray, source: str, bits_per_nat: float | None) -> Inputs:

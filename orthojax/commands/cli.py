@@ -1,6 +1,7 @@
 """What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
 
 import ctypes
+import io
 import os
 import platform
 import re
@@ -8,6 +9,8 @@ import runpy
 import signal
 import sys
 import textwrap
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -37,7 +40,7 @@ _overrides: dict[str, str] = {}
 
 def define_config() -> None:
     """Defines `--config=FILE`; `load_config` reads it and the `--config.x=` overrides."""
-    flags.DEFINE_string("config", None, f"{_CONFIG_FILE}; the defaults without it.")
+    flags.DEFINE_string("config", None, f"{_CONFIG_FILE}; the defaults without it. A Python file is executed.")
 
 
 def define_cache_dir() -> None:
@@ -47,7 +50,7 @@ def define_cache_dir() -> None:
 
 def define_compile_cache() -> None:
     """Defines `--compile_cache`, for `orthojax.train.keep_compiled_programs`."""
-    what = "Folder of compiled programs, shared by runs; '' for none. Default ~/.cache/orthojax/xla."
+    what = "Folder of compiled programs (native code), shared by runs; '' for none. Default ~/.cache/orthojax/xla."
     flags.DEFINE_string("compile_cache", None, what)
 
 
@@ -101,14 +104,15 @@ def _found(path: Path) -> Path:
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     for file in (path, *(home / name.with_suffix(".py") for home in homes)):
-        if file.is_file():
+        if os.path.isfile(file):  # pathlib raises for names that are too long
             return file
-    near = path.parent.iterdir() if path.parent.is_dir() else ()
+    near = path.parent.iterdir() if os.path.isdir(path.parent) and not os.path.lexists(path) else ()
     names = [str(file) for file in near if file.suffix in (".py", ".json")]
     names += [file.stem for home in _SHIPPED for file in home.glob("*.py")]
     inside = path / "config.json"
-    hint = f"did you mean {str(inside)!r}?" if inside.is_file() else nearest(str(path), names)
-    raise UserError(f"no such config file: {path}", allowed=_CONFIG_FILE, hint=hint)
+    hint = f"did you mean {str(inside)!r}?" if os.path.isfile(inside) else nearest(str(path), names)
+    problem = f"no config file: {path}" if os.path.lexists(path) else f"no such config file: {path}"
+    raise UserError(problem, allowed=_CONFIG_FILE, hint=hint)
 
 
 def _config_from_file(path: Path) -> Config:
@@ -121,7 +125,7 @@ def _config_from_file(path: Path) -> Config:
         config = get_config() if callable(get_config) else None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except Exception as error:  # the file is the user's
+    except (Exception, GeneratorExit, SystemExit) as error:  # the file is the user's
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
         raise UserError(f"config file {path}{where}: {type(error).__name__}: {error}") from error
@@ -250,11 +254,27 @@ def keep_freed_memory() -> bool:
     return all([mallopt(parameter, value) == 1 for parameter, value in _KEEP_FREED_MEMORY.items()])
 
 
+def stop_without(parent: int) -> None:
+    """Stops this process as SIGTERM does, which saves its state, when the one that started it is gone, even by kill -9.
+
+    `parent` is the number of that process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:
     """Parses flags, calls `main` with the positional arguments, and reports errors.
 
     The docstring of its module is the help; `positional` says what an argument is, '' that there is none.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is escaped, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     keep_freed_memory()
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.

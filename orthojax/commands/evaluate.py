@@ -16,6 +16,7 @@ from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
 from orthojax.files import finite
+from orthojax.places import find_checkpoint
 
 FLAGS = flags.FLAGS
 
@@ -86,14 +87,14 @@ def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
 def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
+    step_folder = find_checkpoint(Path(FLAGS.checkpoint))
 
     from tqdm import tqdm
 
     from orthojax import train
     from orthojax.files import make_folder, write_text
 
-    settings, step_folder = named_settings(), train.find_checkpoint(Path(FLAGS.checkpoint))
-    config = train.read_config(step_folder)
+    settings, config = named_settings(), train.read_config(step_folder)
     if config.data.kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
         problem = "--settings, --quantize_head and --post_attention are for language models"
         raise UserError(problem, allowed="none of them")

@@ -16,6 +16,8 @@ from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError
+from orthojax.files import require_file
+from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
 
@@ -46,6 +48,7 @@ def main(_: list[str]) -> None:
         raise UserError(problem, allowed="one of --prompt=TEXT, --prompt_file=PATH, --prompt_ids=1,2,3")
     if FLAGS.bos and FLAGS.prompt_ids is not None:
         raise UserError("--bos with --prompt_ids", allowed="the BOS id as the first of --prompt_ids, or --prompt=TEXT")
+    find_place(FLAGS.model)
 
     from orthojax import load
     from orthojax.data import load_tokenizer
@@ -84,13 +87,13 @@ def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
         except ValueError:
             raise UserError(f"--prompt_ids={','.join(FLAGS.prompt_ids)}", allowed="integers, as in 1,2,3") from None
     text = _read(Path(FLAGS.prompt_file)) if FLAGS.prompt is None else FLAGS.prompt
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"--prompt={text[:100]!r} is not UTF-8", allowed="text in UTF-8")
     ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([text])[0].tolist()
     return ids or [tokenizer.bos_id]  # of an empty text
 
 
 def _read(path: Path) -> str:
-    from orthojax.files import require_file
-
     require_file(path, "prompt file")
     try:
         return path.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from absl import flags
 
 from orthojax.config import flatten
 from orthojax.errors import printable
+from orthojax.places import find_checkpoint
 
 FLAGS = flags.FLAGS
 POSITIONAL = "a checkpoint folder"
@@ -22,11 +23,12 @@ def define_flags() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    step_folder = find_checkpoint(Path(arguments[0]))
+
     import numpy as np
 
-    from orthojax.train import ARRAYS, find_checkpoint, list_arrays, read_config, read_json_item, verify_checkpoint
+    from orthojax.train import ARRAYS, list_arrays, read_config, read_json_item, verify_checkpoint
 
-    step_folder = find_checkpoint(Path(arguments[0]))
     config = read_config(step_folder)
     print(printable(f"checkpoint {step_folder}, step {step_folder.name}"))
     print("config:")

@@ -1,11 +1,12 @@
 """Reproduces one experiment: orthojax reproduce --experiment=quick --scale=tiny --seeds=0,1,2.
 
-Without flags it runs the main job: two small language models on real text, vanilla and cured, in a few minutes on two
-CPU cores. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
+Without flags it runs the main job: two small language models on real text, vanilla and cured, for which two CPU cores
+are enough. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
 what is done. --list shows all experiments, and of each the scale and seeds of the published results. --report writes
 the report of a results.json again.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from absl import flags
 
 from orthojax.commands import cli
 from orthojax.errors import UserError, nearest, printable
+from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
 SCALES = ("tiny", "deep", "overnight", "small", "paper")
@@ -69,13 +71,14 @@ def _command(workdir: Path, scale: str) -> list[str]:
     given = [f"--{name}={FLAGS[name].value}" for name in names] + [f"--workdir={workdir}", f"--scale={scale}"]
     given += [f"--model={','.join(FLAGS.model)}"] if FLAGS.model else []
     given += [f"--compile_cache={FLAGS.compile_cache}"] if FLAGS.compile_cache is not None else []
-    return [sys.executable, "-m", "orthojax", "reproduce", *given]
+    start = f"from orthojax import commands; commands.cli.stop_without({os.getpid()}); commands.main()"
+    return [sys.executable, "-c", start, "reproduce", *given]
 
 
 def main(_: list[str]) -> None:
     if FLAGS.scale is not None and FLAGS.scale not in SCALES:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
-    given, models = _seeds(), cli.named_paths(FLAGS.model)
+    given, models = _seeds(), {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
 
     from orthojax.experiments.catalog import ALL, find
     from orthojax.experiments.report import print_report, write_report

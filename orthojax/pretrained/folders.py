@@ -80,17 +80,6 @@ def _opened(path: Path) -> Iterator[Any]:
 # Import.
 
 
-def is_pretrained(path: Path) -> bool:
-    """Tells whether a path is a .gguf file, or a folder that is no run and whose config.json names a family."""
-    if path.suffix == ".gguf":
-        return True
-    return (
-        not (path / "checkpoints").is_dir()
-        and (path / "config.json").is_file()
-        and "model_type" in read_json(path / "config.json", "config of a model")
-    )
-
-
 def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
     """Reads a folder of config.json and safetensors, as transformers and `write_folder` write it.
 

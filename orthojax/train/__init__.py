@@ -6,17 +6,17 @@ to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (the log),
 takes).
 """
 
+from orthojax.places import find_checkpoint as find_checkpoint
+from orthojax.places import steps_in as steps_in
 from orthojax.train.checkpoint import ARRAYS as ARRAYS
 from orthojax.train.checkpoint import Checkpoints as Checkpoints
 from orthojax.train.checkpoint import DamagedError as DamagedError
-from orthojax.train.checkpoint import find_checkpoint as find_checkpoint
 from orthojax.train.checkpoint import list_arrays as list_arrays
 from orthojax.train.checkpoint import read_config as read_config
 from orthojax.train.checkpoint import read_json_item as read_json_item
 from orthojax.train.checkpoint import read_optimizer_state as read_optimizer_state
 from orthojax.train.checkpoint import read_params as read_params
 from orthojax.train.checkpoint import require_same_data as require_same_data
-from orthojax.train.checkpoint import steps_in as steps_in
 from orthojax.train.checkpoint import verify_checkpoint as verify_checkpoint
 from orthojax.train.data import Inputs as Inputs
 from orthojax.train.data import open_inputs as open_inputs

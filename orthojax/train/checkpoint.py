@@ -26,8 +26,9 @@ from orbax.checkpoint import checkpoint_managers
 
 from orthojax.config import Config, from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.files import make_folder, nearest_path, read_json, write_text
+from orthojax.files import make_folder, read_json, write_text
 from orthojax.model import parameter_shapes
+from orthojax.places import steps_in
 from orthojax.train.step import TrainState
 
 ARRAYS = ("params", "opt_state")  # the items of arrays
@@ -49,32 +50,6 @@ class DamagedError(UserError):
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Returns the steps that a `checkpoints` folder holds, in order."""
-    if not os.path.isdir(folder):
-        return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder; else a UserError."""
-    allowed = "a workdir, its checkpoints folder, or one step's folder"
-    if not os.path.isdir(path):  # pathlib raises for names that are too long
-        raise UserError(f"no such checkpoint: {path}", allowed=allowed, hint=nearest_path(path))
-    path = path.absolute()
-    for folder in (path / "checkpoints", path):
-        # A folder of runs that are named by numbers is none of checkpoints.
-        steps = [step for step in steps_in(folder) if not (folder / str(step) / "checkpoints").is_dir()]
-        if steps:
-            return folder / str(steps[-1])
-    if (path / "params").is_dir() and (path / "config").is_dir():
-        return path
-    runs = [os.path.relpath(run) for run in sorted(path.iterdir()) if steps_in(run / "checkpoints")]
-    hint = f"did you mean one of its runs: {', '.join(runs[:3])}?" if runs else ""
-    raise UserError(f"no orthojax checkpoint in {path}", allowed=allowed, hint=hint)
 
 
 def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:

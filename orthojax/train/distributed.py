@@ -167,9 +167,10 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
         path = Path(folder or settings.jax_compilation_cache_dir or cache / "orthojax" / "xla")
         try:
+            str(path).encode()  # XLA takes no other path
             path.mkdir(parents=True, exist_ok=True)
             settings.update("jax_compilation_cache_dir", str(path))
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             warnings.warn(f"compiled programs are not kept: {error}; --compile_cache=DIR sets a folder", stacklevel=2)
             path = None
     settings.update("jax_enable_compilation_cache", path is not None)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,17 @@ from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
+from orthojax.places import find_place, is_pretrained
 from orthojax.pretrained import (
     begins_with_bos,
     computed_as,
-    is_pretrained,
-    locate,
     read_folder,
     read_folder_config,
     read_gguf,
     read_gguf_config,
     with_declared_tokens,
 )
-from orthojax.train.checkpoint import find_checkpoint, read_config, read_json_item, read_params
+from orthojax.train.checkpoint import read_config, read_json_item, read_params
 
 _PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained are measured
 
@@ -48,12 +46,6 @@ def load(path: str | Path) -> LoadedModel:
     return LoadedModel(Transformer(config.model), read_params(folder), config, _tokenizer(folder, config), folder)
 
 
-def _published(path: str | Path) -> Path | None:
-    """Returns the folder or file of a model that others trained; None for a run of ours."""
-    found = Path(path) if os.path.lexists(path) else locate(path)
-    return found if is_pretrained(found) else None
-
-
 def find_model(path: str | Path) -> tuple[Path, Config]:
     """Finds a model as `load` does, and its config; no parameters are read.
 
@@ -61,13 +53,13 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
       The folder of a checkpoint's step and the config of its run; or the folder or file of a model that others trained,
       and a config with its model and its tokenizer, on the embedded text.
     """
-    if (found := _published(path)) is None:
-        folder = find_checkpoint(Path(path))
-        config = read_config(folder)
+    found = find_place(path)
+    if not is_pretrained(found):
+        config = read_config(found)
         # Kernels that only the platform of the training has; `auto` picks those of this one.
         if config.model.attention_implementation in ("cudnn", "splash"):
             config = replace(config, {"model.attention_implementation": "auto"})
-        return folder, config
+        return found, config
     model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
     length, bos = min(model.max_length, _PUBLISHED_LENGTH), False
     with contextlib.suppress(UserError):  # token ids are enough for most, and whoever reads text reports the file
@@ -179,10 +171,10 @@ def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any
       UserError: As `load_params`; if token ids mean something else there than in the data of this provenance.
     """
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
-    if (folder := _published(path)) is not None:
-        saved = {"tokenizer_sha256": load_tokenizer(folder).sha256}
+    if is_pretrained(place := find_place(path)):
+        saved = {"tokenizer_sha256": load_tokenizer(place).sha256}
     else:
-        saved = read_json_item(find_checkpoint(Path(path)), "data")
+        saved = read_json_item(place, "data")
     for name in ("tokenizer_sha256", "characters"):  # of text, of Bigram-Backcopy
         now, before = provenance.get(name), saved.get(name)
         if now != before:

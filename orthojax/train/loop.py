@@ -55,7 +55,7 @@ def train(
     program, settings, path = build(config, inputs.task), config.train, workdir / "metrics.jsonl"
     keep, keep_every = settings.keep_checkpoints, settings.keep_every_steps
     with (
-        _started(config, inputs, workdir),
+        _started(config, inputs, workdir) as check_folder,
         Checkpoints(workdir / "checkpoints", keep=keep, keep_every_steps=keep_every) as checkpoints,
     ):
         state = _newest_state(config, inputs, program, checkpoints) or _initial_state(config, inputs, program)
@@ -73,19 +73,20 @@ def train(
         log = MetricLog(config, written, step, mirrors=mirrors, on_step=on_step, on_line=on_line)
         with log, stop_on_signals() as stop:
             probe = make_probe(config, inputs, program.mesh, workdir / "probes")
-            state = _Run(config, inputs, program, checkpoints, log, probe, stop).train(state, step, owed)
+            run = _Run(config, inputs, program, checkpoints, log, probe, stop, check_folder)
+            state = run.train(state, step, owed)
     if stop.signum is not None:  # and the checkpoint is written
         raise Interrupted(stop.signum, int(state.step))
     return state
 
 
 @contextlib.contextmanager
-def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[None]:
-    """Starts the same run in all processes, in a folder that no other call uses."""
+def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[Callable[[], None]]:
+    """Starts the same run in all processes, in a folder that no other call uses; yields what checks the folder."""
     same = {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)}
     with contextlib.ExitStack() as held:
-        sync_start(lambda: held.enter_context(claimed(workdir, config)) if is_primary() else None, same)
-        yield
+        check = sync_start(lambda: held.enter_context(claimed(workdir, config)) if is_primary() else None, same)
+        yield check or (lambda: None)
 
 
 def _newest_state(config: Config, inputs: Inputs, program: Program, checkpoints: Checkpoints) -> TrainState | None:
@@ -127,6 +128,7 @@ class _Run:
     log: MetricLog
     probe: Callable[[int, Any], Probed | None]
     stop: StopRequest
+    check_folder: Callable[[], None]
 
     def train(self, state: TrainState, step: int, owed: bool) -> TrainState:
         """Trains to the last step, or to the one after which the run is asked to stop; an owed validation is first."""
@@ -138,6 +140,7 @@ class _Run:
                 step += 1
                 state, metrics = self.program.step(state, next(stream))
                 self.checkpoints.check()
+                self.check_folder()
                 stopping = self.stop.check() is not None
                 self.log.put(step, metrics, self.probe(step, state.params))
                 if not stopping and _validates(self.config, step):

