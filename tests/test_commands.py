@@ -141,9 +141,8 @@ def test_core_works_without_extras(tmp_path):
                            "tensorflow_datasets", "tensorflow"])  # fmt: skip
     code += "import jax.numpy as jnp, numpy as np, orthojax\n"
     code += "from orthojax import analysis, ops, optim, quant\n"
-    code += (
-        "optimizer, w = orthojax.orthoadam(1e-3, rotation=orthojax.Rotation(axes=4, embeddings='')), {'w': jnp.ones((4, 4))}\n"
-    )
+    code += "optimizer = orthojax.orthoadam(1e-3, rotation=orthojax.Rotation(axes=4, embeddings=''))\n"
+    code += "w = {'w': jnp.ones((4, 4))}\n"
     code += "assert optimizer.update(w, optimizer.init(w), w)[0]['w'].shape == (4, 4)\n"
     code += "assert np.isclose(orthojax.softmax1(jnp.zeros(1))[0], 0.5)\n"
     code += "q = jnp.ones((1, 2, 1, 4))\nassert orthojax.dot_product_attention(q, q, q).shape == q.shape\n"
