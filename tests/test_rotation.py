@@ -1,6 +1,7 @@
 """Bases and the axes that they rotate: rules, uniqueness, state, refusals and layout."""
 
 import collections
+import functools
 import math
 import zlib
 from typing import Any
@@ -269,6 +270,42 @@ def test_the_width_of_well_known_trees_is_found(name):
         assert all(len(group.layers) <= 256 for group in leaf.groups)  # experts
 
 
+def test_programs_hold_no_more_signs_than_the_longest_edge_has():
+    """Of 58 layers of 256 experts a kernel has 106 million signs, which are computed where they are used."""
+    shapes = {"embedding": (129280, 7168), "layers/we_down": (58, 256, 2048, 7168), "layers/wo": (61, 16384, 7168)}
+    transform, shapes = rotate(Rotation(axes=7168)), shapes_of(shapes)
+    program = jax.jit(transform.update).lower(shapes, jax.eval_shape(transform.init, shapes)).as_text()
+    assert len(program) < 200_000
+    small = {"embedding": jnp.ones((9, 8)), "layers": {"kernel": jnp.ones((3, 2, 8, 4))}}  # 48 signs, an edge of 8
+    plan = plan_tree(Rotation(), small).parameters[1]
+    ((signs,),) = basis_constants(Rotation(), plan, (), transpose=False)
+    assert isinstance(signs, jax.Array)
+    (group,) = plan.groups
+    key = zlib.crc32(group.name.encode())
+    np.testing.assert_array_equal(signs, orthogonal.hash_signs(key, group.layers, 8).reshape(3, 2, 8))
+
+
+DOUBTFUL = {  # a tree and what it must not be taken for: rows of a table, a tower of two, layers
+    "bytes": {"embed/embedding": (256, 64), "in_proj/kernel": (64, 512), "x_proj/kernel": (256, 36),
+              "dt_proj/kernel": (4, 256), "out_proj/kernel": (256, 64), "lm_head/kernel": (64, 256)},
+    "factorised": {"embedding": (512, 128), "emb_proj/kernel": (128, 512), "up/kernel": (512, 2048),
+                   "down/kernel": (2048, 512)},
+    "actions": {"action_embed": (64, 16), "fc1/kernel": (64, 64), "fc2/kernel": (64, 64), "in/kernel": (32, 64)},
+    "towers": {"embedding": (100, 64), "enc/q/kernel": (96, 96), "enc/up/kernel": (96, 384), "dec/q/kernel": (64, 64),
+               "dec/up/kernel": (64, 256)},
+    "no squares": {"embedding": (100, 64), "enc/q/kernel": (96, 8, 12), "enc/up/kernel": (96, 384),
+                   "dec/q/kernel": (64, 8, 8), "dec/up/kernel": (64, 256), "dec/down/kernel": (256, 64)},
+    "segments": {"embedding": (300, 64), "segment_embedding": (2, 64), "layers/q_b/kernel": (2, 24, 4, 8),
+                 "layers/q_a/kernel": (2, 64, 24), "layers/up/kernel": (2, 64, 256), "k_b/kernel": (2, 16, 4, 8)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_widths_that_names_and_shapes_leave_in_doubt_are_refused(name):
+    with pytest.raises(UserError, match="not certain of d_model"):
+        plan_tree(Rotation(), shapes_of(DOUBTFUL[name]))
+
+
 @pytest.mark.parametrize("name", adopters.REFUSED)
 def test_trees_that_leave_the_width_in_doubt_are_refused(name):
     with pytest.raises(UserError, match=r"Rotation\(axes=\d+\)"):
@@ -443,7 +480,7 @@ OTHER_PLANS = {
 @pytest.mark.parametrize("make", [rotate, lambda r: in_rotated_basis(optax.scale_by_adam(), r)])
 def test_states_of_another_plan_are_refused_with_both_named(make, other):
     mine, theirs = make(Rotation()), make(OTHER_PLANS[other])
-    held, name = (next(iter(transform.init(PLANNED).plan)) for transform in (theirs, mine))
+    held, name = (min(transform.init(PLANNED).plan.keys() - {"checksum"}) for transform in (theirs, mine))
     for update in (mine.update, jax.jit(mine.update)):
         with pytest.raises(UserError, match=f"is of {held}; .* make {name}"):
             update(PLANNED, theirs.init(PLANNED))
@@ -455,19 +492,23 @@ def test_states_of_another_plan_are_refused_with_both_named(make, other):
         given.update(PLANNED | {"head": {"kernel": jnp.ones((8, 16))}}, mine.init(PLANNED))
 
 
-def test_states_without_a_plan_are_refused_and_restored_leaves_are_nan():
-    transform = in_rotated_basis(optax.scale_by_adam())
+@pytest.mark.parametrize("kind", ["hadamard", "haar"])
+def test_states_without_a_plan_are_refused_and_restored_leaves_are_nan(kind):
+    transform = in_rotated_basis(optax.scale_by_adam(), Rotation(kind))
     state = transform.init(PLANNED)
-    with pytest.raises(UserError, match="does not name its bases"):  # as orthojax 0.1 made them
-        transform.update(PLANNED, RotatedState(state.basis, state.inner))
-    ((name, checksum),) = state.plan.items()
-    leaf_by_leaf = state._replace(plan={name: checksum + 1})
+    for held in (RotatedState(state.basis, state.inner), optax.scale_by_adam().init(PLANNED)):  # earlier, and Adam's
+        with pytest.raises(UserError, match="names no bases of a rotation"):
+            transform.update(PLANNED, held)
+    leaf_by_leaf = state._replace(plan=jax.tree.map(lambda checksum: checksum + 1, state.plan))
     with pytest.raises(UserError, match="another plan, by its checksum"):
         transform.update(PLANNED, leaf_by_leaf)
-    updates, _ = jax.jit(transform.update)(PLANNED, leaf_by_leaf)
+    jitted = jax.jit(transform.update)
+    updates, _ = jitted(PLANNED, leaf_by_leaf)
     assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(updates))
-    eager, jitted = (update(PLANNED, state)[0] for update in (transform.update, jax.jit(transform.update)))
-    jax.tree.map(np.testing.assert_allclose, eager, jitted)
+    fresh = state if kind == "haar" else jax.tree.map(jnp.zeros_like, state)  # as of jax.eval_shape
+    eager, *others = (update(PLANNED, held)[0] for held in (state, fresh) for update in (transform.update, jitted))
+    for updates in others:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), eager, updates)
 
 
 def test_haar_bases_are_drawn_late_and_jit(x64):
@@ -507,6 +548,8 @@ def test_attributes_called_value_are_no_boxes():
     tree = {"embedding": jnp.ones((16, 8)), "attention": fields(*jnp.ones((3, 8, 8)))}
     assert set(describe(Rotation(), tree)) == {"embedding", *(f"attention/{name}" for name in fields._fields)}
     assert describe(Rotation(), tree)["attention/value"] == "axes (0,): hadamard 8"
+    frozen = tree | {"attention": fields(None, None, jnp.ones((8, 8)))}
+    assert "attention/value" in describe(Rotation(), frozen)
     alone = collections.namedtuple("Box", "value")(jnp.ones((8, 8)))
     assert "q_proj" in describe(Rotation(), tree | {"q_proj": alone})
 
@@ -518,6 +561,20 @@ def test_init_on_shapes_is_that_of_adamw(kind):
     found: Any = optimizer.init(shapes)
     jax.tree.map(np.testing.assert_array_equal, found[0].inner, optax.adamw(0.1).init(shapes)[0])
     jax.tree.map(np.testing.assert_array_equal, found, optimizer.init(PLANNED))
+
+
+def test_parts_of_updates_and_frozen_parameters_find_the_plan():
+    """Of a tree that Rotation() decides; a frozen tower beside it would leave the whole in doubt."""
+    tower = {"embedding": jnp.ones((50, 6)), "q": {"kernel": jnp.ones((6, 6))}}
+    transform, text = in_rotated_basis(optax.scale_by_adam()), {"text": PLANNED, "vision": None}
+    state = transform.init(text)
+    want, _ = transform.update(text, state)
+    updates, _ = transform.update(text, state, text | {"vision": tower})
+    jax.tree.map(np.testing.assert_array_equal, updates, want)
+    # Without its table, or its gradient, what is left would be in doubt.
+    turned, _ = rotate().update({"up": PLANNED["up"], "wte": None}, rotate().init(PLANNED), PLANNED)
+    whole, _ = rotate().update(PLANNED, rotate().init(PLANNED))
+    np.testing.assert_array_equal(turned["up"]["kernel"], whole["up"]["kernel"])
 
 
 def test_files_of_another_plan_are_refused(tmp_path):
@@ -535,6 +592,12 @@ def test_files_of_another_plan_are_refused(tmp_path):
         checkpointer.wait_until_finished()
         with pytest.raises(ValueError, match=r"(?s)axes_8_seed_0.*axes_8_seed_1"):
             checkpointer.restore(tmp_path / "orbax", state)
+    partial = ocp.args.PyTreeRestore(state, partial_restore=True)  # which keeps our name, but not our checksum
+    with (
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        pytest.raises(UserError, match="another plan"),
+    ):
+        mine.update(PLANNED, checkpointer.restore(tmp_path / "orbax", partial), PLANNED)
 
 
 def test_what_is_no_array_is_left_alone():

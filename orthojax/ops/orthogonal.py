@@ -8,7 +8,7 @@ import functools
 import math
 import string
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ _MAX_FACTOR = 128
 _MAX_DENSE = 1024
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: Any) -> Any:
     """Applies a bijection of uint32 in which every input bit flips every output bit with probability close to 1/2."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x735A2D97)
@@ -49,6 +49,15 @@ def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
            [ 1,  1,  1,  1, -1,  1,  1, -1]], dtype=int8)
     """
     return (1 - 2 * (hash_bits(key, layers, n) >> np.uint32(31)).astype(np.int8)).astype(np.int8)
+
+
+def traced_signs(key: int, layers: Sequence[int], n: int) -> jax.Array:
+    """Computes `hash_signs` of consecutive layers in the program, which then holds no constant for them."""
+    counter = jax.lax.iota(np.uint32, len(layers) * n) + np.uint32(layers[0] * n % 2**32)
+    outer = _mix(np.asarray([key], np.uint32))
+    bits = _mix(_mix(counter ^ outer) + _mix(outer ^ np.uint32(0x9E3779B9)))
+    signs = (1 - 2 * (bits >> np.uint32(31)).astype(np.int8)).astype(np.int8)
+    return jax.lax.optimization_barrier(signs).reshape(len(layers), n)  # or each row of a kernel would hash them again
 
 
 def hash_permutations(key: int, layers: Sequence[int], n: int) -> np.ndarray:

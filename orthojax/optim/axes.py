@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import math
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -172,11 +173,15 @@ def _names(path: str, shape: tuple[int, ...], embeddings: str | None, shapes: Sh
         why = f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2"
     elif not table and _VECTOR.fullmatch(name) and not _is_factor(path, shapes):
         why = f"named {name!r}"
-    elif not table and (_OF_MODULE.fullmatch(name) or name == "kernel") and _NORM.fullmatch(module):
+    elif not table and _of_norm(name, module) and min(shape) <= _MAX_LAYERS:  # else of an adaptive norm
         why = f"{name!r} of {module!r}"
     elif not table and not is_kernel and sum(length > 1 for length in shape) < 2:
         why = "a vector by its shape"
     return _Names(name, module, table, is_kernel, why)
+
+
+def _of_norm(name: str, module: str) -> bool:
+    return bool((_OF_MODULE.fullmatch(name) or name == "kernel") and _NORM.fullmatch(module))
 
 
 def _is_factor(path: str, shapes: Shapes) -> bool:
@@ -190,7 +195,8 @@ def judge(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> tupl
     names = _names(path, shape, rule.embeddings, shapes)
     axes, ndim, certain = rule.axes, len(shape), names.is_kernel and len(shape) == 2
     if names.why_vector:
-        return names.why_vector, "unsure" if names.why_vector == "a vector by its shape" else ""
+        guessed = ndim > 1 and (_of_norm(names.name, names.module) or names.why_vector == "a vector by its shape")
+        return names.why_vector, "unsure" if guessed else ""
     if rule.stacked is not None and ndim > 2 and not names.is_table:
         return _judge_stacked(path, shape, rule, shapes)
     stacked: tuple[int, ...] = ()
@@ -237,13 +243,13 @@ def _of_length(
     d_model: int, path: str, names: _Names, shape: tuple[int, ...], rule: Rule, shapes: Shapes
 ) -> tuple[list[int], int, bool]:
     """Returns the axes of that length that are rotated, how many axes the kernel has, and if its name says so."""
-    if len(shape) > 2 and shape[-2] != d_model:  # attention kernels, told by their names or by each other
-        first, second, last = shape[-3:]
+    first, second, last = (0, 0, *shape)[-3:]
+    if len(shape) > 2 and second != d_model:  # attention kernels, told by their names or by each other
         block = path.split("/")[:-2]
         known = {shapes[other][-3:] for other in shapes if other.split("/")[:-2] == block}
         if first == d_model and (names.module in ("query", "key", "value") or (second, last, d_model) in known):
             return [-3], 3, True  # [d_model, heads, head_dim]
-        if last == d_model and (d_model, first, second) in known:
+        if last == d_model != first and (d_model, first, second) in known:
             return [-1], 3, True  # [heads, head_dim, d_model]
     chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == d_model]
     if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
@@ -272,8 +278,10 @@ def without_length(length: int) -> str:
 def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int | None:
     """Finds d_model, the width of the residual stream, where names and shapes leave no doubt.
 
-    It is the one length that most kernels (each counted once) have and that is an axis of an embedding table, if at
-    least half of the kernels have it and no kernel without it has an axis of another table, as in a second tower.
+    It is the one length that most kernels (each counted once) have and that is the width of an embedding table (its
+    last axis; of the largest table also the first one, if that is shorter), if at least half of the kernels have it and
+    those without it are no second tower: none has the width of another table or is square, and they are less than a
+    third of all kernels or share no length.
 
     Args:
       shapes: Of all parameters with floating dtype, by path.
@@ -287,23 +295,43 @@ def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int |
       UserError: In doubt, with the candidates.
     """
     found = {path: _names(path, shape, embeddings, shapes) for path, shape in shapes.items()}
-    tables = {path: shapes[path] for path, names in found.items() if names.is_table and len(shapes[path]) > 1}
+    tables = [shapes[path] for path, names in found.items() if names.is_table and len(shapes[path]) > 1]
     kernels = [shapes[path] for path, names in found.items() if not names.is_table and not names.why_vector]
     if not kernels and not tables:
         return None
-    rotatable = range(2, _MAX_GENERIC_SIZE + 1)
-    counts = collections.Counter(length for shape in kernels for length in set(shape) if length in rotatable)
+    widths = {shape[-1] for shape in tables}
+    if tables and (largest := max(tables, key=math.prod))[0] < largest[-1]:  # [d_model, vocab]
+        widths.add(largest[0])
+    counts = _counts(kernels)
     most = max(counts.values(), default=0)
-    likely = [n for n, count in counts.items() if count == most and any(n in shape for shape in tables.values())]
+    likely = [n for n in widths if counts[n] == most]
     if len(likely) == 1 and 2 * most >= len(kernels) and not is_part:
-        others = {n for shape in tables.values() if likely[0] not in shape for n in shape[-1:]}
-        if not any(likely[0] not in shape and others & set(shape) for shape in kernels):
+        without = [shape for shape in kernels if likely[0] not in shape]
+        others = {shape[-1] for shape in tables if likely[0] not in shape}
+        is_tower = any(others & set(shape) or (len(shape) == 2 and shape[0] == shape[1]) for shape in without)
+        shared = max(_counts(without).values(), default=0) == len(without) and 3 * len(without) >= len(kernels)
+        if most and not is_tower and not (without and shared):
             return likely[0]
-    ranked = [n for n, _ in counts.most_common(3)] or [shape[-1] for shape in tables.values()][:1]
+    raise _in_doubt(kernels, tables, widths, is_part)
+
+
+def _counts(kernels: Sequence[tuple[int, ...]]) -> collections.Counter[int]:
+    rotatable = range(2, _MAX_GENERIC_SIZE + 1)
+    return collections.Counter(length for shape in kernels for length in set(shape) if length in rotatable)
+
+
+def _in_doubt(
+    kernels: Sequence[tuple[int, ...]], tables: Sequence[tuple[int, ...]], widths: set[int], is_part: bool
+) -> UserError:
+    counts = _counts(kernels)
+    # Short axes are those of layers, heads or ranks, unless there are no others.
+    ranked = sorted(counts, key=lambda n: (n >= 16, n in widths and 4 * counts[n] >= len(kernels), counts[n], n))[::-1]
+    ranked = ranked[:3] or sorted(widths)
     lengths = ", ".join(f"{n} (in {counts[n]} of {len(kernels)} kernels)" for n in ranked)
-    shown = ", ".join(f"{path} {shape}" for path, shape in list(tables.items())[:3])
-    of = "a masked part of a tree does not show it" if is_part else f"embedding tables: {shown or 'none by name'}"
-    raise UserError(
+    shown = ", ".join(str(shape) for shape in tables[:3]) or "none by name"
+    of = "a masked part of a tree does not show it" if is_part else f"embedding tables: {shown}"
+    options = " or ".join(f"Rotation(axes={n})" for n in ranked)
+    return UserError(
         f"Rotation() is not certain of d_model, the width of the residual stream: {lengths}; {of}",
-        allowed=" or ".join(f"Rotation(axes={n})" for n in ranked) + "; 'output' rotates the output axes instead",
+        allowed=f"{options}, whichever is d_model",
     )

@@ -39,15 +39,15 @@ def scale_by_orthoadam(
       eps: Added to the root of the second moment.
       eps_root: Added inside the root.
       mu_dtype: Dtype of the first moment; None means that of the parameter.
-      nu_dtype: Dtype of the second moment, in which the step is computed and returned; None means that of the
-        parameter. float32 is for bfloat16 parameters, in which b2 = 0.999 hardly moves the second moment.
+      nu_dtype: Dtype of the second moment, in which the step is computed; None means that of the parameter. float32 is
+        for bfloat16 parameters: b2 = 0.999 hardly moves a second moment of 8 bits.
       rotation: Which basis.
 
     Returns:
       A transformation with a `RotatedState` whose `inner` is Adam's state.
 
     Memory and cost:
-      State: Adam's and 4 bytes for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
+      State: Adam's and 8 bytes for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
       values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
       FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
       (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
@@ -83,8 +83,8 @@ def _with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.Grad
     def update_fn(updates, state, params=None):
         wide = state._replace(mu=optax.tree.cast(state.mu, dtype))
         new: Any
-        updates, new = adam.update(optax.tree.cast(updates, dtype), wide, params)
-        return updates, new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
+        scaled, new = adam.update(optax.tree.cast(updates, dtype), wide, params)
+        return optax.tree.cast_like(scaled, updates), new._replace(mu=optax.tree.cast_like(new.mu, state.mu))
 
     return optax.GradientTransformation(init_fn, update_fn)
 

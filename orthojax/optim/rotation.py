@@ -137,9 +137,14 @@ def _may_be_boxed(keys: tuple[Any, ...]) -> bool:
 
 def leaf_paths(tree: Any) -> list[str]:
     """Returns the path of every leaf, as `leaf_path`; but of an attribute `value` with siblings, its whole path."""
-    every = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    lengths = collections.Counter(keys[:-1] for keys in every)
-    return [leaf_path(keys) if lengths[keys[:-1]] == 1 else _plain(keys) for keys in every]
+    every = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_left_out)  # frozen siblings are siblings
+    siblings = collections.Counter(keys[:-1] for keys, _ in every)
+    present = [keys for keys, leaf in every if not _is_left_out(leaf)]
+    return [leaf_path(keys) if siblings[keys[:-1]] == 1 else _plain(keys) for keys in present]
+
+
+def _is_left_out(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _basis_name(path: str, is_stacked: bool) -> tuple[str, int, bool]:
@@ -195,7 +200,7 @@ def plan_tree(rotation: Rotation, tree: Any) -> TreePlan:
         d_model is in doubt.
     """
     leaves = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    nodes = jax.tree.leaves(tree, is_leaf=_is_left_out)
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
     return _plan_leaves(rotation, tuple((path, _shape_of(leaf)) for path, leaf in leaves), is_part)
 
@@ -365,7 +370,8 @@ def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
     _warn_of_plans(rotation, plan)
     # Arrays, not empty dicts: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
     checksum = jnp.asarray(_checksum(plan), jnp.uint32)
-    named = {plan.name: checksum} if plan.parameters else checksum
+    # Under its name a restore misses it, under another one it reads the number of the file.
+    named = {plan.name: checksum, "checksum": checksum} if plan.parameters else checksum
     if rotation.kind != "haar":
         return (), named
     found: dict[str, Any] = {}
@@ -378,48 +384,53 @@ def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
 
 
 def _checksum(plan: TreePlan) -> np.uint32:
-    return np.uint32(zlib.crc32(plan.name.encode()))
+    return np.uint32(zlib.crc32(plan.name.encode()) | 1)
 
 
-def require_plan(plan: TreePlan, held: Any) -> jax.Array | None:
+def is_of_plan(held: Any, plan: TreePlan) -> bool:
+    """Tells if a state was made for a plan, by the name in it; one of an empty tree is of every plan."""
+    return not plan.parameters or (isinstance(held, dict) and plan.name in held)
+
+
+def require_plan(rotation: Rotation, plan: TreePlan, held: Any) -> jax.Array | None:
     """Raises UserError if a state was made for another plan.
 
     Returns:
       None; or if the state is traced whether its checksum is that of the plan, bool []: a file that is restored leaf by
-      leaf (equinox's) brings no names.
+      leaf (equinox's), or in part, brings no names.
     """
     if not plan.parameters:
         return None
-    if not isinstance(held, dict) or len(held) != 1:
-        problem = "the state of the rotation does not name its bases, as those of earlier versions of orthojax did not"
-        raise UserError(problem, allowed=f"a new state, of init, for {plan.name}")
-    ((name, checksum),) = held.items()
+    if not isinstance(held, dict) or "checksum" not in held:
+        problem = "the state names no bases of a rotation: it is another optimizer's, or of an earlier orthojax"
+        raise UserError(problem, allowed=f"one that init makes, for {plan.name}")
+    # A state of zeros is a fresh one, but for Haar matrices.
+    known = [_checksum(plan)] + [np.uint32(0)] * (rotation.kind != "haar")
+    checksum = held["checksum"]
     is_traced = isinstance(checksum, jax.core.Tracer)
-    if name != plan.name or not (is_traced or np.all(np.asarray(checksum) == _checksum(plan))):
-        other = name if name != plan.name else "another plan, by its checksum"
+    same = is_traced or all(any(number == good for good in known) for number in np.ravel(checksum))
+    if not (is_of_plan(held, plan) and same):
+        names = ", ".join(name for name in held if name not in ("checksum", plan.name))
         raise UserError(
-            f"the state of the rotation is of {other}; the Rotation and these parameters make {plan.name}",
+            f"the state of the rotation is of {names or 'another plan, by its checksum'}; the Rotation and these "
+            f"parameters make {plan.name}",
             allowed="the Rotation and the parameters that the state was made for",
         )
-    return checksum == _checksum(plan) if is_traced else None
+    return functools.reduce(jnp.logical_or, [checksum == good for good in known]) if is_traced else None
 
 
-def basis_constants(
-    rotation: Rotation, plan: Plan, basis: Any, transpose: bool, valid: jax.Array | None = None
-) -> tuple[tuple[Any, ...], ...]:
-    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order.
-
-    Signs are nan where `valid`, a bool [], is false.
-    """
+def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
+    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
     if rotation.kind == "haar":
         paths = (_basis_path(plan.path, i) for i in range(len(plan.groups)))
         return tuple((functools.reduce(lambda node, part: node[part], path, basis),) for path in paths)
     found = []
     for group in plan.groups:
         key, shape = rotation.seed ^ _name_key(group), (*plan.stacked_shape, group.size)
-        # The program holds one byte for each sign.
-        signs: Any = orthogonal.hash_signs(key, group.layers, group.size).reshape(shape)
-        constants = (signs if valid is None else jnp.where(valid, signs.astype(np.float32), np.nan),)
+        # A program holds one byte for each sign, and never more of them than the kernel's longest edge.
+        computed = len(group.layers) * group.size > max(plan.shape)
+        signs = orthogonal.traced_signs if computed else orthogonal.hash_signs
+        constants: tuple[Any, ...] = (signs(key, group.layers, group.size).reshape(shape),)
         if rotation.kind == "signed_permutation":
             # Another key: the order of the hashes is not independent of their top bits.
             order = orthogonal.hash_permutations(key ^ 0xFFFFFFFF, group.layers, group.size).reshape(shape)

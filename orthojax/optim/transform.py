@@ -1,5 +1,6 @@
 """Rotating trees into the basis of the optimizer and back, as functions and as optax transformations."""
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orthojax.errors import UserError
 from orthojax.ops import orthogonal
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim import layout
@@ -19,6 +21,7 @@ from orthojax.optim.rotation import (
     TreePlan,
     basis_constants,
     init_basis,
+    is_of_plan,
     leaf_paths,
     plan_tree,
     require_plan,
@@ -92,14 +95,12 @@ def _rotate_sharded(
     return layout.over_shards(local, x, constants, sharding)
 
 
-def _rotate_leaf(
-    rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, valid: jax.Array | None, like: Any
-) -> Any:
-    """Applies Q, or Q^T, to one parameter; `valid` as in `basis_constants`, `like` as in `_apply`."""
+def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, like: Any) -> Any:
+    """Applies Q, or Q^T, to one parameter; `like` as in `_Bases.apply`."""
     given = None if rotation.layout is None else rotation.layout(plan.path)
     if isinstance(leaf, jax.ShapeDtypeStruct) or (not plan.groups and given is None):
         return leaf
-    constants = basis_constants(rotation, plan, basis, transpose, valid) if plan.groups else ()
+    constants = basis_constants(rotation, plan, basis, transpose) if plan.groups else ()
     x = jnp.asarray(leaf)
     sharding = layout.split_sharding(plan.path, x, given)
     x = layout.place(x, given)
@@ -111,7 +112,10 @@ def _rotate_leaf(
 
 
 class _Bases(NamedTuple):
-    """The bases of a tree of parameters: the plan of each, and what the state holds of them."""
+    """The bases of a tree of parameters: the plan of each, and what the state holds of them.
+
+    Where `valid`, a bool [], is false, what is rotated becomes NaN.
+    """
 
     rotation: Rotation
     plan: TreePlan
@@ -127,23 +131,26 @@ class _Bases(NamedTuple):
         plans = {plan.path: plan for plan in self.plan.parameters}
         leaves, treedef = jax.tree.flatten(tree)
         wanted = [None] * len(leaves) if like is None else treedef.flatten_up_to(like)
-        fixed = {"transpose": transpose, "valid": self.valid}
-        return treedef.unflatten(
-            _rotate_leaf(self.rotation, plans.get(path, Plan(path)), leaf, self.basis, like=other, **fixed)
-            for path, leaf, other in zip(leaf_paths(tree), leaves, wanted, strict=True)
-        )
+        found = []
+        for path, leaf, other in zip(leaf_paths(tree), leaves, wanted, strict=True):
+            plan = plans.get(path, Plan(path))
+            x = _rotate_leaf(self.rotation, plan, leaf, self.basis, transpose=transpose, like=other)
+            # A product with NaN or 1 could be merged into others, which rounds differently.
+            found.append(x if self.valid is None or not plan.groups else jnp.where(self.valid, x, jnp.nan))
+        return treedef.unflatten(found)
 
 
 def _bases_of(rotation: Rotation, state: Any, updates: Any, params: Any) -> _Bases:
-    """Returns the bases of a state; parameters, if they are given, show the whole tree where updates may be a part."""
+    """Returns the bases of a state. Updates may lack parameters that it has, and parameters have frozen ones."""
+    held = getattr(state, "plan", None)
     if params is not None:
         _require_part(updates, params, "updates and parameters differ")
+        with contextlib.suppress(UserError):  # in doubt of d_model
+            if is_of_plan(held, plan := plan_tree(rotation, updates)):
+                return _Bases(rotation, plan, state.basis, require_plan(rotation, plan, held))
     plan = plan_tree(rotation, updates if params is None else params)
-    if (
-        params is not None and isinstance(state.plan, dict) and plan.name not in state.plan
-    ):  # parameters may have frozen ones that updates have not
-        plan = plan_tree(rotation, updates)
-    return _Bases(rotation, plan, state.basis, require_plan(plan, state.plan))
+    valid = require_plan(rotation, plan, held)
+    return _Bases(rotation, plan, state.basis, valid)
 
 
 class RotationState(NamedTuple):
@@ -168,7 +175,8 @@ def _transformation(rotation: Rotation, transpose: bool) -> optax.GradientTransf
 
     def update_fn(updates, state, params=None):
         like = params if transpose and rotation.layout is not None else None
-        return _bases_of(rotation, state, updates, params).apply(updates, transpose=transpose, like=like), state
+        bases = _bases_of(rotation, state, updates, params)
+        return bases.apply(updates, transpose=transpose, like=like), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -247,9 +255,10 @@ def in_rotated_basis(
 
     def update_fn(updates, state, params=None, **extra_args):
         bases = _bases_of(rotation, state, updates, params)
-        rotated = bases.apply(updates)
+        unchecked = bases._replace(valid=None)
+        rotated = unchecked.apply(updates)
         # If the inner transformation does not read the parameters, jit removes their rotation.
-        rotated_params = None if params is None else bases.apply(params)
+        rotated_params = None if params is None else unchecked.apply(params)
         extra_args = _guarded(extra_args, bases.plan)
         rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
         _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
