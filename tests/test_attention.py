@@ -148,6 +148,13 @@ def test_softmax_is_jax_nn_dot_product_attention(t, s, kv_heads, options):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [np.uint32(2**32 - 1), np.int8(127), np.uint8(255)])
+def test_traced_windows_of_any_integer_type_do_not_wrap(size):
+    query = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 1, 4)), jnp.float32)
+    wide = jax.jit(lambda size: dot_product_attention(query, query, query, local_window_size=size))(size)
+    np.testing.assert_allclose(wide, dot_product_attention(query, query, query), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("implementation", "name"), [("xla", "softmax"), ("xla_chunked", "softmax"), ("xla_chunked", "softmax1")]
 )

@@ -142,6 +142,12 @@ def test_a_target_that_is_no_id_makes_the_loss_nan(target):
         jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32])
+def test_the_largest_number_of_a_dtype_is_no_id(dtype):
+    logits, targets = jnp.zeros((2, 100)), jnp.array([3, -1 if dtype == jnp.int8 else jnp.iinfo(dtype).max], dtype)
+    np.testing.assert_allclose(cross_entropy_nats(logits, targets), [np.log(100), np.nan], rtol=1e-6)
+
+
 # What is computed, and in which memory.
 
 

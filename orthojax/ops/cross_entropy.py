@@ -34,7 +34,8 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     logits = at_least_float32(logits)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - target
-    return jnp.where(targets < 0, jnp.nan, nats)  # a negative index counts from the end; one beyond it is NaN
+    known = targets.astype(jnp.uint32) < logits.shape[-1]  # as an index -1 is the last one, of unsigned types too
+    return jnp.where(known, nats, jnp.nan)
 
 
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:

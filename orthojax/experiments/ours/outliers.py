@@ -88,14 +88,14 @@ ROTATION_ABLATION = Study(
                 "cost_step_ratio cost_step_ratio_lower cost_step_ratio_upper cost_optimizer_state_ratio"),
     ],
     claims=[
-        Claim("A structured rotation cures as a dense one does, on the output axis.",
+        Claim("A structured rotation cures as a dense one does, on the output axes.",
               largest(*(worst(f"{kind}_output") for kind in ("haar", "hadamard", "dct"))) < NO_OUTLIERS,
               outliers("adam")),
         Claim("It is the axis that writes which matters.",
               (worst("hadamard_output") < NO_OUTLIERS) & (worst("hadamard_input") > NO_OUTLIERS)),
         Claim("The embedding tables must be rotated.",
               (worst("hadamard_output") < NO_OUTLIERS) & (worst("no_embeddings") > NO_OUTLIERS)),
-        Claim("Both axes cost perplexity against the output axis alone.",
+        Claim("Both axes cost perplexity against the output axes alone.",
               (PPL["hadamard_both"] / PPL["hadamard_output"] - 1 > 0).in_every_seed()),
         Claim("The identity and a signed permutation are no rotation for Adam.",
               ((abs(PPL["identity"] / PPL["adam"] - 1) <= 0) & (abs(_PERMUTED) < 0.01)).in_every_seed()),
@@ -146,7 +146,7 @@ HAAR = Study(
         Claim("Which matrices are drawn makes no difference.",
               (largest(*map(worst, _MATRICES)) < NO_OUTLIERS)
               & (largest(*(PPL[of] for of in _MATRICES)) / smallest(*(PPL[of] for of in _MATRICES)) - 1 <= 0.01)),
-        Claim("Hadamard matrices do what Haar matrices do, on the output axis.",
+        Claim("Hadamard matrices do what Haar matrices do, on the output axes.",
               (worst("hadamard") < NO_OUTLIERS) & (abs(PPL["hadamard"] / PPL["haar_output"] - 1) <= 0.01)),
         Claim("No axis costs perplexity.",
               all_of(PPL[f"haar_{axes}"] / PPL["vanilla"] - 1 <= 0.01 for axes in _AXES)),
@@ -296,9 +296,9 @@ REMAINING_OUTLIERS = Study(
                "perplexity kurtosis_first kurtosis_rest", "first_attention_fraction first_attention_mass"),
     ],
     claims=[
-        _leaves_none("With the d_model axis of every kernel rotated no outliers are left.", "d_model"),
+        _leaves_none("With the d_model axes rotated no outliers are left.", "d_model"),
         _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
-        _leaves_none("With Haar matrices on the output axis no outliers are left.", "haar"),
+        _leaves_none("With Haar matrices on the output axes no outliers are left.", "haar"),
         *(no_perplexity_lost(f"It costs no perplexity: {words}.", name, "vanilla")
           for name, words in {"d_model": "d_model axes", "both": "both axes", "haar": "Haar"}.items()),
         Claim("OrthoAdam alone leaves outliers of the first token and none of others.",

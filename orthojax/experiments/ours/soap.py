@@ -45,7 +45,7 @@ class SoapState(NamedTuple):
 
 
 def soap(config: OptimConfig) -> optax.GradientTransformation:
-    """Makes the optimizer of a run: bases for both axes of kernels and for the d_model axis of embeddings."""
+    """Makes the optimizer of a run: bases for both axes of kernels and for the d_model axes of embeddings."""
     return scale_by_soap(config.b1, config.b2, config.eps, axes=rotated_axes(RotationConfig(axes="both")))
 
 

@@ -63,7 +63,7 @@ def private_module() -> ModuleType | None:
     try:
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         outside_of_traces(lambda: _lower_once(module))
-    except Exception:  # whatever a future JAX raises, the public function is left
+    except Exception:  # whatever a future JAX raises, plain XLA is left
         return None
     return module
 

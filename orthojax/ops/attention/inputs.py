@@ -72,11 +72,11 @@ def prepare_inputs(
 
 
 def _checked_scale(scale: Any) -> float | jax.Array:
-    if isinstance(scale, int | float | np.number):
+    if isinstance(scale, int | float | np.number) and not isinstance(scale, bool) and math.isfinite(scale):
         return float(scale)
     if isinstance(scale, jax.Array | np.ndarray) and jnp.isdtype(scale.dtype, _REAL):
         return _at_least_4d(scale)
-    raise ValueError(f"scale must be a number or an array of numbers, got {scale!r}")
+    raise ValueError(f"scale must be a finite number or an array of numbers, got {scale!r}")
 
 
 def _at_least_4d(array: ArrayLike) -> jax.Array:
@@ -122,10 +122,13 @@ def window_sides(size: Any) -> Window:
 
 def _side(size: Any) -> int | jax.Array:
     if not isinstance(size, Tracer):
+        if isinstance(size, bool):
+            raise TypeError
         return max(min(operator.index(size), _FAR), -_FAR)
     if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
         raise TypeError
-    return size.astype(jnp.int32)
+    low = 0 if jnp.issubdtype(size.dtype, jnp.unsignedinteger) else max(-_FAR, int(jnp.iinfo(size.dtype).min))
+    return jnp.clip(size, low, min(_FAR, int(jnp.iinfo(size.dtype).max))).astype(jnp.int32)
 
 
 def known_window(window: Window | None) -> tuple[int, int] | None:
