@@ -29,7 +29,8 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
             pass
     except OSError as error:
         inner = next((part for part in (path, *path.parents) if os.path.lexists(part)), path)
-        problem = f"{inner} is a file" if inner.is_file() else error.strerror
+        is_other = os.path.lexists(inner) and not os.path.isdir(inner)
+        problem = f"{inner} is {'a file' if inner.is_file() else 'no folder'}" if is_other else error.strerror
         raise UserError(f"{what} {path}: {problem}", allowed="a folder, new or of an earlier call") from error
     for name in files:
         if (path / name).is_dir():
@@ -170,4 +171,7 @@ def require_utf8(path: Path, what: str) -> None:
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{what} {path.absolute()}: a name in it is not UTF-8", allowed="UTF-8, as by a link") from None
+        raise UserError(
+            f"{what} {path.absolute()}: a name in it is not UTF-8",
+            allowed="a path in UTF-8, such as a symbolic link to it",
+        ) from None

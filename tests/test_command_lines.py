@@ -187,6 +187,7 @@ BROKEN_CONFIGS = {
     "wrong type": ("def get_config():\n    return {'steps': 3}\n", ["get_config()"]),
     "raises": ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError", "line 2"]),
     "exits": ("import sys\nsys.exit(3)\n", ["SystemExit: 3", "line 2"]),
+    "its own exception": ("class E(BaseException):\n    __str__ = None\nraise E\n", ["broken.py, line 3: E"]),
     "exits later": ("def get_config():\n    raise SystemExit\n", ["SystemExit", "line 2"]),
     "mistyped keyword": (
         "from orthojax.config import TrainConfig\ndef get_config():\n    return TrainConfig(step=3)\n",

@@ -103,7 +103,8 @@ def _found(path: Path) -> Path:
     """Returns the file of a config; one that comes with the package has a name everywhere: configs/NAME.py, or NAME."""
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
-    for file in (path, *(home / name.with_suffix(".py") for home in homes)):
+    shipped = name if name.suffix or not homes else name.with_suffix(".py")
+    for file in (path, *(home / shipped for home in homes)):
         if os.path.isfile(file):  # pathlib raises for names that are too long
             return file
     near = path.parent.iterdir() if os.path.isdir(path.parent) and not os.path.lexists(path) else ()
@@ -125,10 +126,16 @@ def _config_from_file(path: Path) -> Config:
         config = get_config() if callable(get_config) else None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    except (Exception, GeneratorExit, SystemExit) as error:  # the file is the user's
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the file is the user's
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
-        raise UserError(f"config file {path}{where}: {type(error).__name__}: {error}") from error
+        try:
+            said = f": {error}"
+        except Exception:  # of an error that cannot say it
+            said = ""
+        raise UserError(f"config file {path}{where}: {type(error).__name__}{said}") from error
     if not isinstance(config, Config):
         raise UserError(f"config file {path} has no get_config() that returns a Config", allowed=_CONFIG_FILE)
     return config

@@ -31,7 +31,7 @@ def define_flags() -> None:
     flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer file, for a model whose own tokenizer is not known.")
     flags.DEFINE_bool("bos", None, "Begin with the beginning-of-sequence token; as the model was trained if not given.")
-    flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.")
+    flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.", lower_bound=0)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
     flags.DEFINE_integer("seed", 0, "Seed of the sampling.")

@@ -69,7 +69,8 @@ def main(_: list[str]) -> None:
         parts = text_parts(paths, splits)
     parts = [dataclasses.replace(part, name=FLAGS.name or part.name) for part in parts]
     source = parts[0].source
-    print(f"{source.description}: {len(source.files)} files, sha256 {source.sha256}")
+    count = f"{len(source.files)} file{'s' * (len(source.files) != 1)}"
+    print(f"{source.description}: {count}, sha256 {source.sha256}")
     for file in prepare(output, parts, FLAGS.tokenizer, progress=cli.tokenizing_progress()):
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")

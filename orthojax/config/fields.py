@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -51,15 +50,17 @@ def _conforms(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_conforms(value, option) for option in args)
     if hint in (int, float):
-        of_64_bits = not isinstance(value, int) or abs(value) < 2**63
-        return isinstance(value, int | hint) and not isinstance(value, bool) and of_64_bits
+        return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+_LARGEST_FLOAT32 = 3.4028234e38
 
 
 def check_types(config: Any, group: str) -> None:
     """Raises UserError for a value of a config that its annotations do not allow, or no array of a run can hold.
 
-    Floats are finite, and integers have 32 bits, of which only a `seed` uses the highest.
+    Floats are finite in 32 bits, and integers have 32 bits, of which only a `seed` uses the highest.
     """
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
@@ -68,10 +69,10 @@ def check_types(config: Any, group: str) -> None:
         bits = 32 if name == "seed" else 31
         most, allowed = 2**bits - 1, f"an integer below 2**{bits}"
         if _conforms(0.5, hint):
-            most, allowed = sys.float_info.max, "a finite number"
+            most, allowed = _LARGEST_FLOAT32, "a finite number of 32 bits"
         numbers = value if isinstance(value, tuple) else (value,)
         holds = all(abs(number) <= most for number in numbers if isinstance(number, int | float))  # not of NaN
-        require(holds, f"{group}.{name}={value}", allowed)
+        require(holds, f"{group}.{name}={str(value)[:200]}", allowed)
 
 
 def _not_valid(path: str, value: Any, hint: Any) -> UserError:

@@ -220,9 +220,11 @@ def _write_errors(directory: Path) -> Iterator[None]:
         yield
     except Exception as error:
         steps = steps_in(directory)
-        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no earlier checkpoint"
-        problem = f"cannot write a checkpoint to {directory}: {_first_line(error)}"
-        raise UserError(problem, hint=f"{kept}; run the same command to resume") from error
+        kept = "there is no earlier checkpoint; the same command starts again"
+        if steps:
+            kept = f"the checkpoint of step {steps[-1]} is kept; run the same command to resume"
+        problem = f"cannot write a checkpoint to {directory}: {_first_line(error):.200}"
+        raise UserError(problem, hint=kept) from error
 
 
 class Checkpoints:
