@@ -21,10 +21,10 @@ def signed(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Writes a fraction in percent, to three digits and a thousandth of a percent.
+    """Writes a fraction in percent, to three digits; what is below half a thousandth of a percent is 0.
 
-    >>> share(0.17684), share(2e-6), share(1.0)
-    ('17.7%', '0%', '100%')
+    >>> share(0.17684), share(0.0227524), share(2e-6), share(1.0)
+    ('17.7%', '2.28%', '0%', '100%')
     """
     return f"{number(_percentage(value))}%"
 
@@ -39,7 +39,16 @@ def percent(value: float) -> str:
 
 
 def _percentage(value: float) -> float:
-    return round(100 * value, 3) + 0.0 if abs(value) < _SEPARATED else 100 * value  # no -0
+    return 100 * value if abs(value) >= 5e-6 else 0.0
+
+
+def duration(seconds: float) -> str:
+    """Writes a time in seconds, or in minutes from one minute on.
+
+    >>> duration(0.5664), duration(7680)
+    ('0.566 seconds', '128 minutes')
+    """
+    return f"{number(seconds)} seconds" if seconds < 60 else f"{number(seconds / 60)} minutes"
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:

@@ -10,6 +10,7 @@ from orthojax import analysis, ops
 from orthojax.analysis import CATALOGUE, Conditions, chance, compared_with, define, label
 from orthojax.commands.evaluate import overview
 from orthojax.config import replace
+from orthojax.formatting import percent, share
 from orthojax.train import describe_line, evaluate, open_inputs
 
 T, D = 64, 16
@@ -112,3 +113,11 @@ def test_a_logged_line_shows_its_metrics_by_label():
     assert shown.startswith("step 4/8")
     assert all(f"{label(name)} {line[name]:.3g}" in shown for name in ("loss_nats", "kurtosis_first"))
     assert "layer" not in shown
+
+
+def test_shares_are_rounded_once():
+    values = np.concatenate([np.random.default_rng(0).uniform(5e-6, 9.99, 2000), np.geomspace(5.1e-6, 9.99, 2000)])
+    for value in map(float, values):
+        assert share(value) == f"{100 * value:.3g}%"
+        assert percent(-value) == f"{-100 * value:.3g}%"
+    assert {share(x) for x in (0.0, -0.0, 4.9e-6, -4.9e-6)} == {percent(-0.0)} == {"0%"}

@@ -45,6 +45,7 @@ from orthojax.train import find_checkpoint, load
 
 PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "
 SEEDS = (0, 1)
+RESULTS = Path(__file__).parents[1] / "results"
 PPL = Metric("perplexity")
 CLAIMS = (
     Claim("Cured is <b>better</b>.", PPL["cured"] < PPL["vanilla"], PPL["vanilla"] > 0),
@@ -442,7 +443,46 @@ def test_studies_are_listed(tmp_path):
     lines = [line for line in shown.stdout.splitlines() if not line.startswith("    published: --scale=")]
     assert len(lines) == len(catalog.ALL)
     assert all(study.title in shown.stdout for study in catalog.ALL)
-    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed summed over runs (20" in shown.stdout
+    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed, summed over its runs (20" in shown.stdout
+    assert "--seeds=0,1,2: 0.566 seconds a seed" in shown.stdout
+    assert [line.split()[0] for line in lines if line.endswith("; needs --model=NAME=PATH")] == ["table7"]
+
+
+def reproduced(*arguments):
+    """Runs the command in this process."""
+    before = set(flags.FLAGS)
+    reproduce.define_flags()
+    own = set(flags.FLAGS) - before
+    try:
+        flags.FLAGS(["reproduce", *arguments])
+        reproduce.main([])
+    finally:
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS.remove_flag_values(own)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([f"--report={RESULTS / 'figure3'}"], "# Figure 3"),
+        ([f"--report={RESULTS / 'figure3'}", "--experiment=figure3", "--scale=tiny", "--seeds=2,0,1"], "# Figure 3"),
+        ([f"--report={RESULTS / 'deep/table7'}"], "--seeds=0 --model=96_channels_s3=PATH,96_channels_s3_tuned=PATH,"),
+        ([f"--report={RESULTS / 'figure3'}", "--experiment=quick"], "no variant of 'quick'"),
+        (["--report="], "names no folder"),
+        ([f"--report={RESULTS / 'figure3'},"], "names no folder"),
+        ([f"--report={RESULTS / 'figure3'}", "--scale=deep"], "allowed: --scale=tiny --seeds=0,1,2"),
+        ([f"--report={RESULTS / 'figure3'}", "--seeds=1"], "allowed: --scale=tiny --seeds=0,1,2"),
+        ([f"--report={RESULTS / 'figure3'}", f"--model=a={RESULTS}"], "no --model"),
+    ],
+)
+def test_a_report_is_of_the_study_that_its_file_names(tmp_path, capsys, arguments, says):
+    try:
+        reproduced(*arguments, f"--workdir={tmp_path / 'report'}")
+        found = (tmp_path / "report/report.md").read_text().replace("\\", "")
+    except UserError as error:
+        found = str(error)
+        assert not (tmp_path / "report").exists()
+    assert says in found
 
 
 @pytest.mark.parametrize(
@@ -462,16 +502,8 @@ def test_the_published_scale_is_the_default_and_another_is_told(monkeypatch, cap
 
     monkeypatch.setattr("orthojax.experiments.running.run_study", run_study)
     monkeypatch.setattr("orthojax.train.keep_compiled_programs", lambda folder: None)
-    before = set(flags.FLAGS)
-    reproduce.define_flags()
-    own = set(flags.FLAGS) - before
-    try:
-        flags.FLAGS(["reproduce", *arguments])
-        with pytest.raises(UserError, match="enough"):
-            reproduce.main([])
-    finally:
-        flags.FLAGS.unparse_flags()
-        flags.FLAGS.remove_flag_values(own)
+    with pytest.raises(UserError, match="enough"):
+        reproduced(*arguments)
     printed = capsys.readouterr().out
     assert asked == [scale]
     assert says in printed

