@@ -49,9 +49,15 @@ def test_runs_are_compared(tmp_path):
     assert drawn == {"loss_nats_by_step", "grad_norm_by_step"}
 
 
-def test_other_evaluations_are_pointed_out(tmp_path):
-    made(tmp_path / "a"), made(tmp_path / "b", {"eval.sequences": 8})
-    assert "evaluations differ" in run("compare", "a", "b", cwd=tmp_path).stdout
+@pytest.mark.parametrize(
+    ("changes", "says", "differ"),
+    [({"eval.sequences": 8}, "evaluations differ", True), ({}, "Their configs are the same.", False)],
+)
+def test_other_evaluations_and_equal_configs_are_pointed_out(tmp_path, changes, says, differ):
+    made(tmp_path / "a"), made(tmp_path / "b", changes)
+    printed = run("compare", "a", "b", cwd=tmp_path).stdout
+    assert says in printed
+    assert ("Fields of the config" in printed) == differ
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from orthojax.experiments.claims import DRAIN, FRACTION, PPL, Claim
 from orthojax.experiments.measures import Measure
 from orthojax.experiments.pictures import KURTOSIS, ByStep
 from orthojax.experiments.report import print_report, write_report
+from orthojax.experiments.stored import read_with_digest, write_with_digest
 from orthojax.experiments.study import Study, make_report, read_results
 from orthojax.experiments.tables import Paired
 
@@ -175,13 +176,14 @@ def test_files_that_hold_something_else_are_refused(render, compared, tmp_path, 
     assert "results.json" in outcome(lambda: render(BYTES[name]))
     for file in ("config.json", "evaluation.json"):
         assert file in outcome(lambda file=file: compared(file, BYTES[name]))
-    assert outcome(lambda: compared("metrics.jsonl", BYTES[name])) == "rendered"  # as of a run that was killed
+    said = outcome(lambda: compared("metrics.jsonl", BYTES[name]))
+    assert said == "rendered" if name == "empty" else "metrics.jsonl has no valid line" in said
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda raw: raw["rows"].append(ROWS[1]), r"2 rows of vanilla, seed 1\nallowed: one of a"),
+        (lambda raw: raw["rows"].append(ROWS[1]), r"2 rows of vanilla, seed 1, in .*\nallowed: one of a"),
         (lambda raw: raw["rows"][1].update(variant="vanila"), r"the variant 'vanila'[^$]*did you mean 'vanilla'"),
         (lambda raw: raw["rows"][1].update(seed=7), r"rows\[1\] \(vanilla, seed 7\).*\nallowed: 0, 1, 2"),
         (lambda raw: raw.update(scale="tinny"), r"is of scale 'tinny'\nallowed: tiny"),
@@ -189,8 +191,14 @@ def test_files_that_hold_something_else_are_refused(render, compared, tmp_path, 
          r"rows\[0\] \(vanilla, seed 0\), metrics, perplexity is -1\nallowed: a finite number, 1 or more"),
         (lambda raw: raw["rows"][0]["metrics"].update(perplexity_int4_zeropoint=0), r"is 0\nallowed: .* above 0"),
         (lambda raw: raw["rows"][0]["metrics"].update(first_attention_fraction=1.2), r"1\.2\nallowed: .*0 to 1"),
+        *((lambda raw, key=key: raw["rows"][0]["metrics"].update({key: -1}), rf"{key} is -1\nallowed: .*0 or more")
+          for key in ("kurtosis_first", "rotated_kurtosis_rest/layer_1", "max_abs_rest", "norm_ratio_first",
+                      "loss_nats")),
+        *((lambda raw, key=key: raw["rows"][0]["metrics"].update({key: 10**30}), "rendered")
+          for key in ("x/step_1", "kurtosis_first/layer_0", "kurtosis_first/layer_9999")),
         *((lambda raw, key=key: raw["rows"][0]["metrics"].update({key: 1.0}), r"layers, heads and steps as numbers")
-          for key in ("x/layer_", "x/layer_99999999999", "x/step_²", "x/step_one", "x/layer_-1/y")),
+          for key in ("x/layer_", "x/layer_99999999999", "x/layer_99999", "x/head_99999", "x/step_²", "x/step_one",
+                      "x/layer_-1/y")),
         (lambda raw: raw["rows"][0].pop("seed"), r"\[0\] has no 'seed'\nallowed: .*variant, seed, overrides, metrics$"),
     ],
 )  # fmt: skip
@@ -198,6 +206,30 @@ def test_refusals_name_row_field_and_what_is_allowed(render, change, says):
     raw = copy.deepcopy(RESULTS)
     change(raw)
     assert re.search(says, outcome(lambda: render(json.dumps(raw).encode())))
+
+
+def test_a_joined_report_states_the_provenance_of_all(tmp_path):
+    other = {"seeds": [3], "date": "2026-02-02", "device": "gpu", "versions": {"jax": "2", "flax": "1"},
+             "data": [*DATA, {"source": "other"}], "wall_seconds": 30.5}  # fmt: skip
+    rows = [row | {"seed": 3} for row in ROWS[:1]]
+    for name, raw in {"a": RESULTS, "b": RESULTS | {"provenance": other, "rows": rows}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(raw))
+    notes = make_report(read_results(STUDY, tmp_path / "a", tmp_path / "b")).notes
+    assert "2026-01-01; 2026-02-02, cpu; gpu, jax 1 and 2, flax 1" in notes
+    assert [note for note in notes if "sha256" in note] == [
+        "text, 12 training tokens, sha256 ab", "other, sha256 unknown"]  # fmt: skip
+    assert notes[-1] == "1.51 minutes of training and computing, summed over runs"
+    assert read_results(STUDY, tmp_path / "a").raw == RESULTS
+    assert "2 rows of vanilla, seed 0, in " in outcome(lambda: read_results(STUDY, tmp_path / "a", tmp_path / "a"))
+
+
+def test_files_with_a_digest_are_read_until_they_are_changed(tmp_path):
+    path = tmp_path / "computed.json"
+    write_with_digest(path, {"rows": [{"metrics": {"x": 0.1}, "axes": (1, 2)}]})
+    assert read_with_digest(path, "rows") == {"rows": [{"metrics": {"x": 0.1}, "axes": [1, 2]}]}
+    path.write_bytes(path.read_bytes().replace(b"0.1", b"0.2"))
+    assert "computed.json or its arrays were changed" in outcome(lambda: read_with_digest(path, "rows"))
 
 
 def test_measured_files_are_checked(tmp_path):

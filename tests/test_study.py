@@ -377,6 +377,7 @@ def test_reports_contain_everything(results, tmp_path, capsys):
 def test_a_report_without_runs_leaves_their_pictures_out(results, study):
     committed = results_of(study, results.raw)
     report = make_report(committed)
+    assert report.pictures[0].caption == "Perplexity. Bars are means; each point is a seed."
     assert [of.name for of in report.pictures] == ["headlines", "kurtosis_first_by_layer", "bars", "points"]
     ((_, numbers, _),) = report.headlines
     words = [tick.get_text() for tick in report.pictures[0].figure.axes[0].get_xticklabels()]
@@ -395,12 +396,21 @@ def made_up(study, metrics, scale="tiny", seeds=(0,)):
 
 def test_metric_that_a_seed_lacks_breaks_no_picture(study):
     def metrics(seed):
-        return {"x": 1.0, "x/step_1": 2.0, "x/step_2": 3.0} | ({"y": 2.0, "x/step_3": 4.0} if seed else {})
+        share = {"sink_rate/step_1": 0.1, "sink_rate/step_2": 0.2}
+        return share | {"x": 1.0, "x/step_1": 2.0, "x/step_2": 3.0} | ({"y": 2.0, "x/step_3": 4.0} if seed else {})
 
-    pictures = [Bars("bars", "", "x y"), Bars("x", "", "x"), ByStep("x"), Points("points", "", "x", "y")]
+    pictures = [
+        Bars("bars", "", "x y"),
+        Bars("x", "", "x"),
+        ByStep("x"),
+        ByStep("sink_rate"),
+        Points("points", "", "x", "y"),
+    ]
     report = make_report(made_up(dataclasses.replace(study, pictures=pictures), metrics, seeds=SEEDS))
-    assert [picture.name for picture in report.pictures] == ["x", "x_by_step"]
+    assert [picture.name for picture in report.pictures] == ["x", "x_by_step", "sink_rate_by_step"]
     (axes, *_) = report.pictures[1].figure.axes
+    (percentages, *_) = report.pictures[2].figure.axes
+    assert percentages.yaxis.get_major_formatter()(0.2) in ("20%", "20.0%")
     assert list(axes.get_lines()[0].get_xdata()) == [1, 2]
 
 
@@ -510,12 +520,13 @@ def test_the_published_scale_is_the_default_and_another_is_told(monkeypatch, cap
     assert ("another scale" in printed) == (scale not in catalog.find("table2").published and "table2" in printed)
 
 
-def test_report_of_another_scale_names_the_published_one():
+def test_report_of_another_scale_or_one_seed_names_the_published_ones():
     study = catalog.find("figure41")
-    for scale, told in (("tiny", True), ("deep", False)):
+    for scale, told, seeds in (("tiny", True, "0,1,2"), ("deep", False, "3,4,5")):
         report = make_report(made_up(study, {"perplexity": 1.0}, scale))
         plt.close("all")
         assert ("--scale=deep --seeds=3,4,5" in " ".join(report.sentences)) == told
+        assert f"One seed is an anecdote: --seeds={seeds} shows the spread." in report.sentences
 
 
 if __name__ == "__main__":

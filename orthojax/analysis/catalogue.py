@@ -149,12 +149,12 @@ _PEAKS = [
                "Residual norm of <s> over the others' mean."),
 ]  # fmt: skip
 _ATTENTION = [
-    Definition("first_attention_fraction", "first token gets most attention, fraction", "fraction",
+    Definition("first_attention_fraction", "first token gets most attention", "fraction",
                "Fraction of (query, head) pairs whose strictly largest weight is on key 0.",
                _most_attended, "by chance"),
     Definition("first_attention_mass", "attention mass on the first token", "fraction",
                "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO),
-    Definition("sink_rate", "sink heads, fraction", "fraction",
+    Definition("sink_rate", "sink heads", "fraction",
                "Fraction of heads whose mean weight on key 0 is above 0.3."),
     Definition("null_mass", "attention to no token", "fraction", "1 - sum of a row of weights, mean over queries."),
     Definition("attention_entropy_nats", "entropy of attention (nats)", "nats",
@@ -178,9 +178,9 @@ _ATTENTION = [
                "Standard deviation over queries of the attention logit on <s>."),
     Definition("other_logit_spread", "spread of logits on other tokens", "",
                "Standard deviation over queries of the logit on one token as key, mean over tokens."),
-    Definition("active_at_triggers", "heads active at triggers, fraction", "fraction",
+    Definition("active_at_triggers", "heads active at triggers", "fraction",
                "Fraction of trigger queries at which a head writes a tenth of its largest activity or more."),
-    Definition("active_elsewhere", "heads active at other tokens, fraction", "fraction",
+    Definition("active_elsewhere", "heads active at other tokens", "fraction",
                "Fraction of other queries at which a head writes a tenth of its largest activity or more."),
 ]  # fmt: skip
 _TRAINING = [

@@ -41,6 +41,8 @@ def _read(path: Path) -> _Run:
         require_file(path / name, f"{name} of a run")
     config = from_dict(Config, read_json(path / "config.json", "config"), f"the config {path / 'config.json'}")
     lines, logged = read_metrics(path / "metrics.jsonl"), {}
+    if not lines and (path / "metrics.jsonl").stat().st_size:
+        raise UserError(f"{path / 'metrics.jsonl'} has no valid line", allowed="a JSON object with a step in each line")
     for line in lines:
         check(line["step"], COUNT, f"{path / 'metrics.jsonl'}, step")
     for line in sorted(lines, key=lambda line: line["step"]):  # what is not finite is that of a run that diverged
@@ -67,13 +69,14 @@ def main(arguments: list[str]) -> None:
         sentences.append("Their data or evaluations differ: compare losses only if the held-out text is the same.")
     fields = [flatten(of) for of in configs]
     values = [[path, *(str(of[path]) for of in fields)] for path in fields[0]]
+    different = [row for row in values if len(set(row[1:])) > 1]
+    sentences += [] if different else ["Their configs are the same."]
+    tables = [metrics_table("How they ended", {name: run.metrics for name, run in runs.items()}, configs[0])]
+    tables += [Table("Fields of the config that differ", ["", *runs], different)] if different else []
     report = Report(
         title=", ".join(runs),
         sentences=sentences,
-        tables=[
-            metrics_table("How they ended", {name: run.metrics for name, run in runs.items()}, configs[0]),
-            Table("Fields of the config that differ", ["", *runs], [row for row in values if len(set(row[1:])) > 1]),
-        ],
+        tables=tables,
         pictures=curve_pictures({name: run.logged for name, run in runs.items()}, "step"),
         notes=[shlex.join(["orthojax", "compare", *arguments])],
     )

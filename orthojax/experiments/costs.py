@@ -1,6 +1,5 @@
 """Time and memory of a training step, relative to that of a reference."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +10,7 @@ import jax
 import numpy as np
 
 from orthojax.config import Config
-from orthojax.experiments.stored import NUMBER, check
-from orthojax.files import read_json, write_text
+from orthojax.experiments.stored import NUMBER, check, read_with_digest, write_with_digest
 from orthojax.train import init_state, make_mesh, make_train_step, place_rows, state_shapes
 
 REPEATS = 9
@@ -30,7 +28,7 @@ def step_costs(
       state and of the compiled program; nothing of a variant that does not fit into memory.
     """
     if path.exists():
-        costs = read_json(path, "costs")
+        costs = read_with_digest(path, "costs")
         check(costs, {...: {...: NUMBER}}, str(path))
         return costs
     costs: dict[str, dict[str, float]] = {}
@@ -41,7 +39,7 @@ def step_costs(
             costs |= _costs_of(group, base)
         except jax.errors.JaxRuntimeError as error:
             print(f"failed: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-    write_text(path, json.dumps(costs, indent=1) + "\n")
+    write_with_digest(path, costs)
     return costs
 
 

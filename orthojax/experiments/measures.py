@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +14,8 @@ import numpy as np
 from orthojax import analysis
 from orthojax.data import load_tokenizer
 from orthojax.errors import UserError
-from orthojax.experiments.stored import check_metrics
-from orthojax.files import finite, read_json, write_atomically, write_text
+from orthojax.experiments.stored import check_metrics, read_with_digest, write_with_digest
+from orthojax.files import finite, write_atomically
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate
 
@@ -47,7 +45,7 @@ class Measure:
         """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
 
         Raises:
-          UserError: If what is stored was changed; older files have no sha256 that tells.
+          UserError: If what is stored was changed.
         """
         path = folder / "measured" / f"{self.name}.json"
         if not path.exists():
@@ -56,18 +54,8 @@ class Measure:
             if measured.arrays:  # first, so that the metrics stand for both
                 save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
                 write_atomically(path.with_suffix(".npz"), save)
-            metrics = finite(measured.metrics)
-            write_text(path, json.dumps(metrics | {"sha256": _digest(path, metrics)}, indent=2) + "\n")
-        stored = read_json(path, f"measurement {self.name}")
-        if stored.pop("sha256", None) not in (None, _digest(path, stored)):
-            raise UserError(f"{path} or its arrays were changed", hint="without that file they are measured again")
-        return check_metrics(stored, str(path))
-
-
-def _digest(path: Path, metrics: Mapping[str, Any]) -> str:
-    arrays = path.with_suffix(".npz")
-    content = json.dumps(metrics).encode() + (arrays.read_bytes() if arrays.exists() else b"")
-    return hashlib.sha256(content).hexdigest()
+            write_with_digest(path, finite(measured.metrics))
+        return check_metrics(read_with_digest(path, f"measurement {self.name}"), str(path))
 
 
 def by_layer(name: str, values: np.ndarray) -> dict[str, float]:

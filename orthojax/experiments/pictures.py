@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from matplotlib.axis import Axis
+from matplotlib.ticker import PercentFormatter
 
 from orthojax.analysis.catalogue import label
 from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, numbers, scatter
@@ -104,6 +106,12 @@ def _steps_of(result: Result, metric: str) -> list[str]:
     return [key for key in first if key.startswith(f"{metric}/step_") and all(key in of for of in others)]
 
 
+def _in_percent(axis: Axis, *of: Quantity) -> None:
+    """Writes the ticks of an axis in percent if all that it shows are shares, as tables write them."""
+    if all(quantity.is_share for quantity in of):
+        axis.set_major_formatter(PercentFormatter(1.0))
+
+
 def _complete(result: Result, *of: Quantity) -> bool:
     """Returns whether every seed has several metrics."""
     return all(len(result.values(quantity)) == len(result.seeds) for quantity in of)
@@ -132,6 +140,8 @@ def _curves(
     figure = lines(panels, x_label=x_label, y_label=y_label, x_scale=x_scale, y_scale=of.y_scale,
                    references=of.references, looks=_looks(shown),
                    ends=as_quantity(metrics[0]).text if isinstance(of, ByStep) else None)  # fmt: skip
+    for axes in figure.axes:
+        _in_percent(axes.yaxis, *map(as_quantity, metrics))
     words = "; ".join(map(label, metrics))
     return [Picture(of.name or name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
 
@@ -146,8 +156,9 @@ def headlines(results: Results) -> list[Picture]:
             panels.setdefault(of.label, {}).update(found)
     if not panels:
         return []
-    caption = f"{'; '.join(panels)}: means over seeds, which are the points."
-    return [Picture("headlines", f"{caption[:1].upper()}{caption[1:]}", numbers(panels))]
+    words = "; ".join(panels)
+    caption = f"{words[:1].upper()}{words[1:]}. Bars are means; each point is a seed."
+    return [Picture("headlines", caption, numbers(panels))]
 
 
 LOSS = ByStep("validation_loss_nats", name="training_curves")
@@ -175,6 +186,8 @@ class Bars:
         if not complete:
             raise Missing(self.name)
         figure = bars([of.label for of in metrics], complete, y_label=self.y_label, y_scale=self.y_scale)
+        if self.scale == 1:
+            _in_percent(figure.axes[0].yaxis, *metrics)
         return [Picture(self.name, self.caption, figure)]
 
 
@@ -206,6 +219,8 @@ class Points:
         if not any(points.values()):
             raise Missing(self.name)
         figure = scatter(points, x_label=x.label, y_label=y.label, y_scale=self.y_scale, references=self.references)
+        _in_percent(figure.axes[0].xaxis, x)
+        _in_percent(figure.axes[0].yaxis, y)
         return [Picture(self.name, self.caption, figure)]
 
 

@@ -20,9 +20,9 @@ from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, require_same_ids
 from orthojax.experiments.results import Results
-from orthojax.experiments.stored import COMPUTED, SECONDS, check
+from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check, read_with_digest, write_with_digest
 from orthojax.experiments.study import Given, Study, results_of
-from orthojax.files import finite, make_folder, read_json, write_text
+from orthojax.files import finite, make_folder, write_text
 from orthojax.machine import available_memory_bytes, environment
 from orthojax.train import DivergedError, Inputs, check_workdir, find_checkpoint, load, open_inputs, train
 
@@ -150,8 +150,8 @@ def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
                 row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
                 for row in study.rows(seed)
             ]
-        write_text(path, json.dumps({"rows": rows}) + "\n")
-    computed = read_json(path, "computed rows")
+        write_with_digest(path, {"rows": rows})
+    computed = read_with_digest(path, "computed rows")
     check(computed, COMPUTED, str(path))
     return [{"variant": row["variant"], "seed": seed, **row} for row in computed["rows"]]
 
@@ -209,8 +209,8 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     try:
         checkpoint = run.given.checkpoint if run.given else _train(run, inputs, say)
         if (trained := run.folder / "trained.json").exists():
-            note = read_json(trained, "note on a training")
-            check(note, {"seconds": SECONDS}, str(trained))
+            note = read_with_digest(trained, "note on a training")
+            check(note, {"seconds": NOT_NEGATIVE}, str(trained))
             row["seconds"] = note["seconds"]
 
         def loaded() -> Any:
@@ -255,7 +255,7 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
             write_text(diverged, f"{error}\n")
             raise
         seconds = round(time.monotonic() - started, 1)
-        write_text(run.folder / "trained.json", json.dumps(environment() | {"seconds": seconds}) + "\n")
+        write_with_digest(run.folder / "trained.json", environment() | {"seconds": seconds})
     return find_checkpoint(run.folder)
 
 

@@ -1,5 +1,7 @@
 """What results.json and the other files that experiments read back must look like, checked once, when they are read."""
 
+import hashlib
+import json
 import re
 import reprlib
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import read_json
+from orthojax.files import read_json, write_text
 
 
 class Kind(NamedTuple):
@@ -33,14 +35,16 @@ TEXT = Kind("text", _is_text)
 SEED = Kind("an integer, 0 to 2**32 - 1", lambda value: isinstance(value, int) and _is_number(value, 0, 2**32 - 1))
 COUNT = Kind("an integer, 0 or more", lambda value: isinstance(value, int) and _is_number(value, 0, 2**63))
 NUMBER = Kind("a finite number", _is_number)
-SECONDS = Kind("a finite number, 0 or more", lambda value: _is_number(value, 0))
-# Metrics that cannot be every number, by their names or how these begin; weights of ReLU attention may exceed 1.
+NOT_NEGATIVE = Kind("a finite number, 0 or more", lambda value: _is_number(value, 0))
+# Metrics that cannot be every number, by what matches their names. Weights of ReLU attention may exceed 1, and the
+# kurtosis of a constant vector is 0.
 _SHARE = Kind("a number, 0 to 1", lambda value: _is_number(value, -1e-4, 1 + 1e-4))  # as sums of float32 leave it
-_KINDS = {
-    **dict.fromkeys(("first_attention_fraction", "sink_rate", "active_at_triggers", "active_elsewhere"), _SHARE),
-    "perplexity": Kind("a finite number, 1 or more", lambda value: _is_number(value, 1 - 1e-6)),
-    "perplexity_": Kind("a finite number above 0", lambda value: _is_number(value, sys.float_info.min)),
-}
+_KINDS = (
+    ("first_attention_fraction|sink_rate|active_at_triggers|active_elsewhere", _SHARE),
+    ("perplexity", Kind("a finite number, 1 or more", lambda value: _is_number(value, 1 - 1e-6))),
+    ("perplexity_.*", Kind("a finite number above 0", lambda value: _is_number(value, sys.float_info.min))),
+    ("(post_attention_|rotated_)?(kurtosis|max_abs|norm_ratio)_.*|(validation_)?loss_nats", NOT_NEGATIVE),
+)
 FIELD = Kind("a number, text, true, false, null or a list of them", lambda value: not isinstance(value, dict))
 TRUE = Kind("true", lambda value: value is True)
 # A shape is a kind, a list of one, or a dict: key -> shape, with "?" behind a key that may be missing, or under `...`
@@ -48,13 +52,13 @@ TRUE = Kind("true", lambda value: value is True)
 _DATA = {"source": TEXT, "source_sha256?": TEXT, "train?": {"n_tokens": COUNT}}
 _PROVENANCE = {
     "seeds": [SEED], "date?": TEXT, "device?": TEXT, "versions?": {...: TEXT}, "data?": [_DATA],
-    "wall_seconds?": SECONDS,
+    "wall_seconds?": NOT_NEGATIVE,
 }  # fmt: skip
 _COMPUTED = {"variant": NAME, "overrides": {...: FIELD}, "metrics": {...: NUMBER}}
 _ROW = {"variant": NAME, "seed": SEED} | _COMPUTED | {"run?": TEXT, "given?": TRUE, "failed?": TEXT}
 COMPUTED = {"rows": [_COMPUTED]}
 RESULTS = {"experiment": NAME, "scale": NAME, "provenance": _PROVENANCE, "rows": [_ROW]}
-_PLACE = re.compile(r"/(?:layer|head|step)_(?![0-9]{1,7}(?:/|$))")
+_PLACE = re.compile(r"/(?:(?:layer|head)_(?![0-9]{1,4}(?:/|$))|step_(?![0-9]{1,7}(?:/|$)))")
 
 
 def check(value: Any, shape: Any, where: str) -> None:
@@ -86,15 +90,15 @@ def _brief(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def check_metrics(metrics: Any, where: str) -> Any:
+def check_metrics(metrics: Any, where: str) -> dict[str, float]:
     """Returns metrics, name -> finite number within what the metric can be; raises UserError for others."""
     check(metrics, {...: NUMBER}, where)
     for name, value in metrics.items():
         base = name.partition("/")[0]
-        check(value, _KINDS.get("perplexity_" if base.startswith("perplexity_") else base, NUMBER), f"{where}, {name}")
+        check(value, next((kind for of, kind in _KINDS if re.fullmatch(of, base)), NUMBER), f"{where}, {name}")
         if _PLACE.search(name):
             raise UserError(f"{where} has {name!r}", allowed="layers, heads and steps as numbers, such as /layer_3")
-    return metrics
+    return {name: float(value) for name, value in metrics.items()}  # NumPy has no integers as large as JSON's
 
 
 def read_results_file(path: Path) -> dict[str, Any]:
@@ -107,17 +111,40 @@ def read_results_file(path: Path) -> dict[str, Any]:
     check(raw, RESULTS, str(path))
     for i, row in enumerate(raw["rows"]):
         where, seeds = f"{path}, rows[{i}] ({row['variant']}, seed {row['seed']})", raw["provenance"]["seeds"]
-        check_metrics(row["metrics"], f"{where}, metrics")
+        row["metrics"] = check_metrics(row["metrics"], f"{where}, metrics")
         if row["seed"] not in seeds and "given" not in row:
             raise UserError(f"{where} is of no seed of its provenance", allowed=", ".join(map(str, seeds)))
     return raw
+
+
+def write_with_digest(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes values as JSON with the sha256 of them and of the arrays, the .npz file of the same name, if there are."""
+    write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1) + "\n")
+
+
+def read_with_digest(path: Path, what: str) -> dict[str, Any]:
+    """Returns the values that `write_with_digest` wrote.
+
+    Raises:
+      UserError: If they or the arrays were changed; older files have no sha256 that tells.
+    """
+    values = read_json(path, what)
+    if values.pop("sha256", None) not in (None, _digest(path, values)):
+        raise UserError(f"{path} or its arrays were changed", hint="without that file they are made again")
+    return values
+
+
+def _digest(path: Path, values: Mapping[str, Any]) -> str:
+    arrays = path.with_suffix(".npz")
+    content = json.dumps(values).encode() + (arrays.read_bytes() if arrays.exists() else b"")
+    return hashlib.sha256(content).hexdigest()
 
 
 def check_unique(rows: list[Mapping[str, Any]], where: str) -> None:
     """Refuses two rows of one variant and seed, of which one would hide the other."""
     for (variant, seed), count in Counter((row["variant"], row["seed"]) for row in rows).items():
         if count > 1:
-            raise UserError(f"{where} has {count} rows of {variant}, seed {seed}", allowed="one of a variant and seed")
+            raise UserError(f"{count} rows of {variant}, seed {seed}, in {where}", allowed="one of a variant and seed")
 
 
 def check_variants(rows: list[Mapping[str, Any]], known: Mapping[str, Any], where: str) -> None:

@@ -172,9 +172,25 @@ def read_results(study: Study, folder: Path, *more: Path) -> Results:
             raise UserError(f"{at}/results.json is of scale {part['scale']!r}", allowed=allowed)
     rows = [row for part in parts for row in part["rows"]]
     check_unique(rows, " and ".join(map(str, (folder, *more))))
-    seeds = sorted({seed for part in parts for seed in part["provenance"]["seeds"]})
-    raw = parts[0] | {"rows": rows, "provenance": parts[0]["provenance"] | {"seeds": seeds}}
+    raw = parts[0] | {"rows": rows, "provenance": _joined([part["provenance"] for part in parts])}
     return results_of(study, raw, folder)
+
+
+def _joined(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the provenance of several results: all seeds, dates, devices, versions and data, and the sum of times."""
+    joined: dict[str, Any] = {"seeds": sorted({seed for part in of for seed in part["seeds"]})}
+    for key in ("date", "device"):
+        if found := dict.fromkeys(part[key] for part in of if key in part):
+            joined[key] = "; ".join(found)
+    versions: dict[str, dict[str, None]] = {}
+    for name, version in (item for part in of for item in part.get("versions", {}).items()):
+        versions.setdefault(name, {})[version] = None
+    data = [entry for part in of for entry in part.get("data", ())]
+    joined |= {"versions": {name: " and ".join(found) for name, found in versions.items()}} if versions else {}
+    joined |= {"data": [entry for i, entry in enumerate(data) if entry not in data[:i]]}
+    if all("wall_seconds" in part for part in of):
+        joined["wall_seconds"] = sum(part["wall_seconds"] for part in of)
+    return joined
 
 
 def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> Results:
@@ -288,7 +304,9 @@ def _about_the_data(results: Results) -> list[str]:
         commands = [f"--scale={scale} {of}" for scale, of in elsewhere.items()]
         sentences.append(f"What is published of this experiment is another scale: {'; '.join(commands)}.")
     if len(results.seeds) == 1 and configs:
-        sentences.append("One seed is an anecdote: --seeds=0,1,2 shows the spread.")
+        known = elsewhere[results.scale].seeds if results.scale in elsewhere else ()
+        seeds = ",".join(map(str, known if len(known) > 1 else (0, 1, 2)))
+        sentences.append(f"One seed is an anecdote: --seeds={seeds} shows the spread.")
     if any(config.data.kind == "embedded" for config in configs):
         sentences.append(
             "The text is Python's own standard library, evaluated on held-out files. It is not C4: numbers compare "

@@ -395,7 +395,7 @@ def _study(figure: int, metric: str, words: str, claims: Sequence[Claim], y_scal
     )  # fmt: skip
 
 
-FIGURE7 = _study(7, "first_attention_fraction", "first-token dominance, fraction", _dominance(), "linear")
+FIGURE7 = _study(7, "first_attention_fraction", "first-token dominance", _dominance(), "linear")
 _KURTOSIS = _growth("kurtosis_first", "kurtosis of the first token", _LIMIT)
 FIGURE12 = _study(12, "kurtosis_first", "kurtosis, first token", _KURTOSIS, "log", Gaussian=GAUSSIAN)
 _RATIOS = _growth("norm_ratio_first", "norm ratio of the first token",
