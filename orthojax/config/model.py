@@ -213,7 +213,7 @@ class ModelConfig:
         check_types(self, "model")
         counts = "vocab_size max_length attention_window"
         require_each(self, "model", counts, lambda count: count > 0, "a positive number")
-        # More is a slip of the hand, and would be traced for longer than anybody waits.
+        # More is a typo, and would take minutes to trace.
         require_each(self, "model", "d_model num_heads d_mlp d_head", lambda size: 0 < size <= 2**20, "1 to 2**20")
         require_each(self, "model", "num_layers", lambda count: 0 < count <= 2**12, "1 to 2**12")
         positive = "norm_eps rope_theta init_std embedding_init_std"

@@ -105,8 +105,8 @@ class Expr:
         return dataclasses.replace(both, lacks=lacks)
 
     def __or__(self, other: "Expr") -> "Expr":
-        told = [of for of in (self, other) if of.lacks] or [self]
-        lacks = lambda scope: ", or ".join(of.shortfall(scope) for of in told)  # noqa: E731
+        explained = [of for of in (self, other) if of.lacks] or [self]
+        lacks = lambda scope: ", or ".join(of.shortfall(scope) for of in explained)  # noqa: E731
         either = _joined(f"{self.text} or {other.text}", lambda s: self.value(s) or other.value(s), (self, other), 0)
         return dataclasses.replace(either, lacks=lacks)
 

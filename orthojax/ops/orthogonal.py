@@ -1,7 +1,7 @@
 """Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices.
 
 The fixed transforms store no matrix: an orthonormal Hadamard (or cosine) transform is applied as two small factors, and
-made unique by random signs which are a hash of a key, hence constants of the program rather than state.
+made unique by random signs which are a hash of a key, hence part of the program rather than state.
 """
 
 import functools

@@ -134,7 +134,8 @@ def generic_axes(
         of length 2 to 16,384 are rotated.
       kernel_layout: A kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
         only square kernels need it; those called weight are rotated along both axes unless this says `out_in`.
-      embeddings: A regular expression, found in the paths of tables, which then are not told by name; "" for none.
+      embeddings: A regular expression, found in the paths of tables, which are then not recognised by name; ""
+        for none.
       stacked: The axis that counts layers in kernels of three axes or more; None for the first ones.
 
     >>> generic_axes("mlp/kernel", jax.ShapeDtypeStruct((12, 64, 256), "float32"))
@@ -244,7 +245,7 @@ def _of_length(
 ) -> tuple[list[int], int, bool]:
     """Returns the axes of that length that are rotated, how many axes the kernel has, and if its name says so."""
     first, second, last = (0, 0, *shape)[-3:]
-    if len(shape) > 2 and second != d_model:  # attention kernels, told by their names or by each other
+    if len(shape) > 2 and second != d_model:  # attention kernels, by their names or by each other
         block = path.split("/")[:-2]
         known = {shapes[other][-3:] for other in shapes if other.split("/")[:-2] == block}
         if first == d_model and (names.module in ("query", "key", "value") or (second, last, d_model) in known):

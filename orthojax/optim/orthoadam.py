@@ -47,7 +47,7 @@ def scale_by_orthoadam(
       A transformation with a `RotatedState` whose `inner` is Adam's state.
 
     Memory and cost:
-      State: Adam's and 8 bytes for `hadamard` and `dct`, whose signs are constants of the program; `haar` adds n**2
+      State: Adam's and 8 bytes for `hadamard` and `dct`, whose signs are in the program; `haar` adds n**2
       values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
       FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
       (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch

@@ -124,15 +124,12 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     {'params': {'mlp': ['mlp/0']}}
     """
     # Only an attribute is a box: a dict entry "value" may be the value projection.
-    return _plain(keys[:-1] if _may_be_boxed(keys) else keys)
+    is_box = bool(keys) and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value"
+    return _plain(keys[:-1] if is_box else keys)
 
 
 def _plain(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/").removeprefix("params/")
-
-
-def _may_be_boxed(keys: tuple[Any, ...]) -> bool:
-    return bool(keys) and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value"
 
 
 def leaf_paths(tree: Any) -> list[str]:
@@ -189,9 +186,6 @@ class TreePlan(NamedTuple):
     parameters: tuple[Plan, ...]  # one for each leaf
 
 
-Leaves = tuple[tuple[str, jax.ShapeDtypeStruct | None], ...]  # path, shape and dtype; None if it is no array
-
-
 def plan_tree(rotation: Rotation, tree: Any) -> TreePlan:
     """Plans every parameter of a tree of arrays or jax.ShapeDtypeStruct.
 
@@ -211,7 +205,10 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
 
 
 @functools.lru_cache(maxsize=64)  # outside of jit every update plans
-def _plan_leaves(rotation: Rotation, leaves: Leaves, is_part: bool) -> TreePlan:
+def _plan_leaves(
+    rotation: Rotation, leaves: tuple[tuple[str, jax.ShapeDtypeStruct | None], ...], is_part: bool
+) -> TreePlan:
+    """Plans leaves (path, shape and dtype; None if it is no array)."""
     shapes = {path: s.shape for path, s in leaves if s is not None and jnp.issubdtype(s.dtype, jnp.floating)}
     axes = rotation.axes
     if axes is None and rotation.kind != "identity":
@@ -333,7 +330,7 @@ def _warn_of_plans(rotation: Rotation, tree_plan: TreePlan) -> None:
         warnings.warn(f"{problem}; {hint}", stacklevel=2)
 
 
-# The numbers of a basis: matrices are kept in the state, signs are constants of the program.
+# The numbers of a basis: matrices are kept in the state; signs are in the program, as constants or computed.
 
 
 def _basis_path(path: str, i: int) -> list[str]:
