@@ -85,6 +85,7 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
     }
     names["optimizer"].init(params)
     found = orthojax.optim.describe(orthojax.Rotation(axes=16), params)
+    assert {mark for path, _, _, mark in found.rows if "kernel" in path} == {""}  # all certain
     assert {path: what for path, what in found.items() if "kernel" in path} == {
         "attention/key/kernel": "axes (0,): hadamard 16",
         "attention/out/kernel": "axes (2,): hadamard 16",

@@ -584,7 +584,9 @@ def test_metrics_are_those_of_their_own_step(tmp_path):
 def test_a_diverging_run_keeps_its_last_good_checkpoint(tmp_path, changes, what, step):
     start = {"optim.learning_rate": 1e30, "optim.warmup_steps": 2}
     config = replace(CONFIG, start | {"train.checkpoint_every_steps": 100} | changes)
-    with pytest.raises(DivergedError, match=rf"({what}).* at step {step}"):
+    with pytest.raises(
+        DivergedError, match=rf"({what}).* at step {step}.*\n.*what was saved before is kept"
+    ):  # maybe nothing
         train(config, inputs(), tmp_path)
     for line in lines(tmp_path):
         assert line["step"] <= step
