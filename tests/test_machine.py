@@ -10,16 +10,24 @@ import pytest
 from orthojax.commands.cli import keep_freed_memory
 
 # Arrays of 64 MB, allocated, written and freed 20 times: 16,384 pages of 4 kB each time where they are given back.
+# In threads, as JAX does it, of a process that watches its parent, as those of an experiment do.
 _CODE = """
-import resource
-from orthojax.commands.cli import keep_freed_memory
+import concurrent.futures, os, resource, threading
+from orthojax.commands.cli import keep_freed_memory, stop_without
+stop_without(os.getppid())
 kept = keep_freed_memory()
 import numpy as np
-np.ones(2**23)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    np.ones(2**23)
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, sep=";")
+every, one = threading.Barrier(4), threading.Lock()
+def faults(_):
+    every.wait()
+    with one:
+        np.ones(2**23)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            np.ones(2**23)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    print(kept, sum(pool.map(faults, range(4))), sep=";")
 """
 
 
