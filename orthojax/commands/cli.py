@@ -246,9 +246,9 @@ def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory for the next allocation instead of returning it to the system.
 
     On a CPU XLA's temporaries come from malloc, and glibc returns large ones at once, so that each training step takes
-    new pages, which the system clears one by one. Call it before any thread starts. It does nothing without glibc, on other
-    devices, and with the environment variable ORTHOJAX_KEEP_FREED_MEMORY=0. The process then holds the most memory it
-    ever needed.
+    new pages, which the system clears one by one. Call it before any thread starts. It does nothing without glibc, on
+    other devices, and with the environment variable ORTHOJAX_KEEP_FREED_MEMORY=0. The process then holds the most
+    memory it ever needed.
 
     Returns:
       Whether freed memory is kept.

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax import analysis
+from orthojax import analysis, quant
 from orthojax.data import load_tokenizer
 from orthojax.errors import UserError
 from orthojax.experiments.stored import check_metrics, read_with_digest, write_with_digest
 from orthojax.files import finite, write_atomically
 from orthojax.model import LoadedModel, Taps
-from orthojax.train import Inputs, evaluate
+from orthojax.train import Inputs, evaluate, rounded_perplexities
 
 Say = Callable[[str], None]
 
@@ -85,11 +85,18 @@ def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured({}, {"attention": attention, "hidden": hidden, "tokens": tokens[:-1]})
 
 
+def _rounding(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    settings = quant.SETTINGS if inputs.task is None else {}
+    return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
+
+
 # Of every run. A metric that is added to `evaluate` needs another name here, since what is stored lacks it.
 ALWAYS = (
-    Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, on_progress=say))),
+    Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, settings={}, on_progress=say))),
     Measure("maps", _maps),
 )
+# Of every run unless `Study.rounding` is off: each setting compiles a program of its own.
+ROUNDING = Measure("rounding", _rounding)
 
 
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:

@@ -18,7 +18,7 @@ import jax
 from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
-from orthojax.experiments.measures import ALWAYS, require_same_ids
+from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
 from orthojax.experiments.results import Results
 from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check, read_with_digest, write_with_digest
 from orthojax.experiments.study import Given, Study, results_of
@@ -166,12 +166,16 @@ def _trained(
     jobs: int | None,
     command: Sequence[str],
 ) -> dict[str, Any]:
+    say = _Ticker("text")
     for config in {_data_of(run.config): run.config for run in runs}.values():
         if config.data.kind != "bigram_backcopy":  # whose evaluation rows are drawn on a device, by each process
-            open_inputs(config, cache_dir)  # tokenises once, before several processes need it
+            # Tokenises once, before several processes need it.
+            open_inputs(config, cache_dir, progress=lambda what, done, total, *_: say(f"{what} {done / total:.0%}"))
     at_once = min(len(runs), jobs or default_jobs())
     if any((run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) != (1, 1, 1) for run in runs):
         at_once = 1  # such a run takes all devices
+    shown = "training loss in nats a token; kurtosis of the first token's hidden states, which of a Gaussian is 3"
+    print(f"{len(runs)} runs, {at_once} at once. Shown: {shown}", file=sys.stderr, flush=True)
     lost = _in_processes(runs, command, at_once) if at_once > 1 and command else {}
     rows = []
     for run in runs:
@@ -219,7 +223,7 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
                 require_same_ids(model, inputs, run.variant)
             return model
 
-        for measure in (*ALWAYS, *study.measures):
+        for measure in (*ALWAYS, *([ROUNDING] if study.rounding else []), *study.measures):
             row["metrics"] |= measure.of(run.folder, loaded, inputs, lambda part: say(f"measured {part}"))
     except (DivergedError, jax.errors.JaxRuntimeError) as error:
         row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
@@ -249,8 +253,15 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
     if not (run.folder / "trained.json").exists():
         started = time.monotonic()
         try:
-            on_step = lambda step, loss: say(f"step {step:,} of {steps:,}, loss {loss:.3f}")  # noqa: E731
-            train(run.config, inputs, run.folder, on_step=on_step)
+            kurtosis = ""  # at the last probe
+
+            def on_line(line: dict[str, Any]) -> None:
+                nonlocal kurtosis
+                if "kurtosis_first" in line:
+                    kurtosis = f", kurtosis {line['kurtosis_first']:.1f}"
+
+            on_step = lambda step, loss: say(f"step {step:,} of {steps:,}, loss {loss:.2f}{kurtosis}")  # noqa: E731
+            train(run.config, inputs, run.folder, on_step=on_step, on_line=on_line)
         except DivergedError as error:
             write_text(diverged, f"{error}\n")
             raise

@@ -87,6 +87,7 @@ class Study:
       models: The models of --model by name -> what is measured beside the runs, with those that are installed; None
         for a study that takes none.
       measures: Beyond `measures.ALWAYS`.
+      rounding: Whether the perplexity of language models at each of `quant.SETTINGS` is measured as well.
       cost_reference: Variant -> the one that the time and memory of its training step are relative to; with it they are
         measured, as metrics `cost_*`.
       trains: False if these costs are all that is measured.
@@ -110,6 +111,7 @@ class Study:
     also: tuple[str, ...] = ()
     models: Callable[[Mapping[str, Given]], Mapping[str, Given]] | None = None
     measures: tuple[Measure, ...] = ()
+    rounding: bool = True
     cost_reference: Callable[[str], str] | None = None
     trains: bool = True
     aliases: Callable[[Results], Mapping[str, str]] | None = None

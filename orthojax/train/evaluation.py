@@ -146,8 +146,7 @@ def _evaluate(
     config, params = loaded.config, loaded.params
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
-    for name, reason in settings_that_do_not_fit(loaded, settings).items():  # before hours of work
-        raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
+    _require_fitting(loaded, settings)  # before hours of work
     loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
         mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
@@ -164,14 +163,38 @@ def _evaluate(
     statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
+    metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
+    return metrics, analysis.finalize_arrays(statistics)
+
+
+def _require_fitting(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> None:
+    for name, reason in settings_that_do_not_fit(loaded, settings).items():
+        raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
+
+
+def rounded_perplexities(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    settings: Mapping[str, quant.QuantizationSetting],
+    *,
+    quantize_head: bool = False,
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> Metrics:
+    """Measures the perplexity at each of `settings`; arguments and names as of `evaluate`.
+
+    Raises:
+      UserError: For a setting that does not fit the model, before anything is computed.
+    """
+    _require_fitting(loaded, settings)
+    metrics, model = {}, loaded.config.model
     for name, setting in settings.items():
         for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
             linear_function = quant.quantized_linear(setting, "" if head else quant.ALL_BUT_HEAD)
-            quantized = Transformer(config.model, linear=linear_function, linear_head=head)
-            rounded = validation_loss_nats(config, params, inputs, model=quantized)
+            quantized = Transformer(model, linear=linear_function, linear_head=head)
+            rounded = validation_loss_nats(loaded.config, loaded.params, inputs, model=quantized)
             metrics[f"perplexity_{name}{suffix}"] = perplexity(rounded)
             on_progress(name + suffix)
-    return metrics, analysis.finalize_arrays(statistics)
+    return metrics
 
 
 def evaluation_stages(
