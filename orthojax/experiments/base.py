@@ -65,8 +65,18 @@ SHALLOW_MODEL = Config(
     eval=EvalConfig(sequences=512, batch_size=64),
 )
 
-# Repeated passages at a lower rate and longer: copying begins, and with it dominance. The main job.
-REPEATED_MODEL = config("tiny_vanilla")
+# The main job: ordinary text with weight decay, so that outliers and dominance both come within two minutes of a core.
+MAIN_MODEL = config("tiny_vanilla")
+# Repeated passages, no decay, twice the tokens: copying begins, and with it dominance.
+REPEATED_MODEL = replace(
+    MAIN_MODEL,
+    {
+        "optim.weight_decay": 0.0,
+        "data.repeated_share": 1.0,
+        "train.batch_size": 16,
+        "train.checkpoint_every_steps": 100,
+    },
+)
 # GPT-2 60M as the paper has it but for its text, vocabulary and batch: some minutes of one GPU.
 PACKAGES_MODEL = config("python_packages")
 # The one-layer model of Active-Dormant Attention Heads, four times narrower.

@@ -1,42 +1,31 @@
 """The main job: vanilla against cured on real text, and the sink of Bigram-Backcopy under three normalizers."""
 
-from orthojax.experiments.base import BACKCOPY_MODEL, REPEATED_MODEL, cured
+from orthojax.experiments.base import BACKCOPY_MODEL, MAIN_MODEL, cured
 from orthojax.experiments.claims import (
     CHANCE,
-    COARSE,
     DRAIN,
-    FIRST,
-    INT4,
     MASS,
     MAX_FIRST,
     MAX_REST,
-    NO_OUTLIERS,
-    OUTLIERS,
     PPL,
-    REST,
     Claim,
     Metric,
+    cured_outliers,
     dominated,
     excess_left,
-    largest,
-    lost,
-    smallest,
-    worst,
 )
 from orthojax.experiments.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns
 
 SINK = Metric("sink_attention_rest")
-_COARSE, _INT4 = lost(COARSE), lost(INT4)
-_LOST = largest(_COARSE["vanilla"], _INT4["vanilla"])
 
 QUICK = Study(
     name="quick",
     title="The main job: softmax + Adam against softmax-1 + OrthoAdam, and the Backcopy sink",
     runs=lambda scale: {
-        "vanilla": REPEATED_MODEL,
-        "cured": cured(REPEATED_MODEL),
+        "vanilla": MAIN_MODEL,
+        "cured": cured(MAIN_MODEL),
         **grid(
             BACKCOPY_MODEL,
             {"backcopy": {}},
@@ -44,13 +33,15 @@ QUICK = Study(
         ),
     },
     note="vanilla and cured have the same initial parameters and batches, RMSNorm with one scale and no biases; they "
-    "differ in the attention normalizer and the optimizer only. Only linear layers are quantised.",
+    "differ in the attention normalizer and the optimizer only. Setting and criteria were chosen on vanilla models of "
+    "other seeds.",
+    rounding=False,  # which costs models of this size less than 1%
     models=lambda given: given,
     tables=(
         Columns(
             "Language models on held-out files",
-            ["perplexity kurtosis_first kurtosis_rest max_abs_first max_abs_rest first_attention_mass",
-             "first_attention_fraction", _COARSE, _INT4],
+            "perplexity kurtosis_first kurtosis_rest max_abs_first max_abs_rest first_attention_fraction "
+            "first_attention_mass",
             rows="vanilla cured",
         ),
         Columns(
@@ -61,21 +52,14 @@ QUICK = Study(
         ),
     ),
     claims=[
-        Claim("softmax-1 with OrthoAdam removes outlier channels.",
-              worst("cured") < NO_OUTLIERS, smallest(FIRST["vanilla"], REST["vanilla"]) > OUTLIERS),
+        cured_outliers("softmax-1 with OrthoAdam removes outlier channels.", "cured", "vanilla"),
         Claim("It shrinks the largest activations.",
               (MAX_FIRST["cured"] < 0.67 * MAX_FIRST["vanilla"]) & (MAX_REST["cured"] < 0.67 * MAX_REST["vanilla"])),
         Claim("It takes attention off the first token.",
-              MASS["cured"] < 0.5 * MASS["vanilla"], MASS["vanilla"] > 2 * CHANCE["vanilla"]),
+              MASS["cured"] < 0.5 * MASS["vanilla"], MASS["vanilla"] > 1.25 * CHANCE["vanilla"]),
         Claim("The first token dominates less: it is the most attended key of fewer queries.",
-              excess_left("cured", "vanilla") <= 0.5, dominated("vanilla")),
+              excess_left("cured", "vanilla") <= 0.5, dominated("vanilla", 1.5)),
         Claim("It costs no performance.", PPL["cured"] / PPL["vanilla"] - 1 < 0.03),
-        Claim("It survives crude quantisation better: perplexity rises less.",
-              (_COARSE["cured"] < _COARSE["vanilla"]) & (_INT4["cured"] < _INT4["vanilla"]),
-              largest(_LOST, _COARSE["cured"], _INT4["cured"]) > 0.01,
-              revised=("when the cured model alone lost, the claim was not judged",
-                       Claim("", (_COARSE["cured"] < _COARSE["vanilla"]) & (_INT4["cured"] < _INT4["vanilla"]),
-                             _LOST > 0.01))),
         Claim("Bigram-Backcopy: softmax attention parks on <s> and drains its value.",
               (SINK["backcopy_softmax"] > 0.5) & (DRAIN["backcopy_softmax"] < 0.5)),
         Claim("Bigram-Backcopy: softmax-1 alone removes that sink.",
@@ -85,9 +69,6 @@ QUICK = Study(
     headlines=[(metric, "vanilla", "cured") for metric in ("kurtosis_first", "first_attention_fraction", "perplexity")],
     pictures=[
         KURTOSIS, MAX_ABS, LOSS, ByLayer("first_attention_mass", rows="vanilla cured"),
-        Bars("quantization", "Perplexity lost to quantisation of linear layers, in percent.",
-             [lost(s) for s in ("int8_fine", "int8_moderate", COARSE, INT4)], rows="vanilla cured", y_label="%",
-             scale=100),
         Bars("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", [SINK, DRAIN], rows="backcopy_*"),
         Maps("vanilla cured"),
     ],
