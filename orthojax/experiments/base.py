@@ -67,12 +67,15 @@ SHALLOW_MODEL = Config(
 
 # The main job: ordinary text with weight decay, so that outliers and dominance both come within two minutes of a core.
 MAIN_MODEL = config("tiny_vanilla")
-# Repeated passages, no decay, twice the tokens: copying begins, and with it dominance.
+# Repeated passages, no decay, wider MLPs, more tokens: copying begins, and with it dominance.
 REPEATED_MODEL = replace(
     MAIN_MODEL,
     {
+        "model.d_mlp": 512,
+        "optim.final_learning_rate_fraction": 0.1,
         "optim.weight_decay": 0.0,
         "data.repeated_share": 1.0,
+        "train.steps": 2000,
         "train.batch_size": 16,
         "train.checkpoint_every_steps": 100,
     },
