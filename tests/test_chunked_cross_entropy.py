@@ -44,15 +44,15 @@ def problem(B=3, T=7, D=5, V=11, *, dtype=jnp.float32, rows=1):
     return hidden, kernel, rng.integers(0, V, (B, T)), jnp.asarray(weights, jnp.float32)
 
 
-def loss_of(targets, weights, positions=2, vocab_axis=1):
+def loss_of(targets, weights, positions=2, vocab_axis=1, logits_dtype=None):
     """Returns the loss as a function of hidden states and kernel."""
-    options = {"positions": positions, "vocab_axis": vocab_axis}
+    options = {"positions": positions, "vocab_axis": vocab_axis, "logits_dtype": logits_dtype}
     return lambda hidden, kernel: chunked_cross_entropy_sum_nats(hidden, kernel, targets, weights, **options)
 
 
-def chunked(hidden, kernel, targets, weights, positions, vocab_axis=1):
+def chunked(hidden, kernel, targets, weights, positions, vocab_axis=1, logits_dtype=None):
     """Computes the loss and its gradients; the kernel and its gradient are [D, V]."""
-    step = jax.jit(jax.value_and_grad(loss_of(targets, weights, positions, vocab_axis), (0, 1)))
+    step = jax.jit(jax.value_and_grad(loss_of(targets, weights, positions, vocab_axis, logits_dtype), (0, 1)))
     value, (dx, dW) = step(hidden, kernel if vocab_axis == 1 else kernel.T)
     return value, dx, dW if vocab_axis == 1 else dW.T
 
@@ -88,6 +88,36 @@ def test_bfloat16_gradients_of_the_kernel_are_float32():
     # 512 positions add up. Rounded after every chunk, the sum would be wrong by more than half a step of bfloat16.
     assert relative_error(dW, expected[2]) < 2**-9
     assert (dW.astype(jnp.bfloat16).astype(jnp.float32) != dW).mean() > 0.9
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_bfloat16_logits_are_wrong_by_their_rounding(backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    operands = problem(8, 64, 16, 128, dtype=jnp.bfloat16)
+    loss, dx, dW = chunked(*operands, 16, logits_dtype=jnp.bfloat16)
+    expected = numpy_loss(*operands)
+    assert loss.dtype == dW.dtype == jnp.float32
+    # A logit is rounded by up to 2^-9 of it. So much the loss of a token may change, twice, and the logarithm of a
+    # probability; over tokens and ids the roundings average out.
+    most = np.abs(np.asarray(operands[0], np.float64) @ np.asarray(operands[1], np.float64)).max() * 2**-9
+    assert 0 < np.abs(loss - expected[0]) < 0.1 * 2 * most * float(operands[3].sum()) * 8
+    assert relative_error(dx, expected[1]) < 2 * most
+    assert relative_error(dW, expected[2]) < most
+    assert chunked(*operands, 16)[0] != loss
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_one_pass_over_logits_computes_the_same(scale, vocab_axis, monkeypatch):
+    hidden, kernel, targets, weights = problem(2, 9, 4, 300)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    operands = (scale * hidden, kernel, targets, weights)
+    assert_near(chunked(*operands, 4, vocab_axis), operands)
+    reductions = re.findall(r" reduce\w*\[", str(jax.make_jaxpr(loss_of(targets, weights))(hidden, kernel)))
+    assert reductions.count(" reduce[") == 1
+    assert " reduce_max[" not in reductions
+    wrong = jnp.asarray(targets).at[0, 1].set(-1)
+    assert jnp.isnan(loss_of(wrong, jnp.ones((1, 9)))(hidden, kernel))
 
 
 def test_float64_is_kept(x64):
@@ -202,9 +232,15 @@ def _collectives(text):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "vocab_axis"), [((1, 8, 1), 1), ((2, 2, 2), 1), pytest.param((4, 1, 2), 0, marks=pytest.mark.slow)]
+    ("sizes", "vocab_axis", "backend"),
+    [
+        ((1, 8, 1), 1, "cpu"),
+        ((2, 2, 2), 1, "gpu"),
+        *(pytest.param(sizes, axis, "cpu", marks=pytest.mark.slow) for sizes, axis in (((2, 2, 2), 1), ((4, 1, 2), 0))),
+    ],
 )
-def test_on_a_mesh_logits_and_hidden_states_stay(sizes, vocab_axis):
+def test_on_a_mesh_logits_and_hidden_states_stay(sizes, vocab_axis, backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     B, T, D, V = 8, 12, 16, 96
     hidden, kernel, targets, weights = problem(B, T, D, V)
     kernel_spec = ("tensor", "fsdp") if vocab_axis == 0 else ("fsdp", "tensor")
@@ -225,7 +261,7 @@ def test_on_a_mesh_logits_and_hidden_states_stay(sizes, vocab_axis):
     data, fsdp, tensor = sizes
     for kind, size, in_loop in (collectives := _collectives(compiled.as_text())):
         if in_loop:  # the statistics and the gradient of a chunk's own hidden states, if the vocabulary is split
-            assert kind == "all-reduce", collectives
+            assert kind == "all-reduce" or (backend, kind) == ("gpu", "all-gather"), collectives
             assert tensor > 1
             assert size <= 4 * B // (data * fsdp) * 5 * D
         else:  # the kernel comes, and its gradient goes, once
@@ -234,8 +270,9 @@ def test_on_a_mesh_logits_and_hidden_states_stay(sizes, vocab_axis):
     assert sum(size == 4 * D * V // tensor and not in_loop for _, size, in_loop in collectives) <= 3
 
 
-@pytest.mark.parametrize("mesh_is_set", [False, True])
-def test_a_mesh_changes_no_numbers(mesh_is_set):
+@pytest.mark.parametrize(("mesh_is_set", "backend"), [(False, "cpu"), (True, "cpu"), (True, "gpu")])
+def test_a_mesh_changes_no_numbers(mesh_is_set, backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     operands = problem(3 if mesh_is_set else 8)
     mesh = _mesh(2, 2, 2)
     if not mesh_is_set:  # then it is the partitioner who splits
@@ -253,6 +290,8 @@ def test_a_chunk_is_what_one_device_holds():
     assert positions_at_once(400, 7, V) == 1
     assert positions_at_once(400, 7, V, asked=3) == 3
     assert positions_at_once(4, 7, V, asked=100) == 7
+    assert positions_at_once(4, 9, V) == 3  # three chunks rather than two, of which one would not be full
+    assert positions_at_once(4, 12, V, dtype=jnp.bfloat16) == 12
     with jax.set_mesh(_mesh(2, 2, 2)):
         assert positions_at_once(16, 7, 2 * V) == 4
         assert positions_at_once(16, 6, 2 * V) == 6

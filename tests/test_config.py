@@ -301,7 +301,7 @@ def test_every_field_says_what_it_affects():
     assert sorted([*numbers, *start, *computation, *nothing]) == sorted(PATHS)
     assert {"optim.rotation.seed", "train.steps", "train.seed", "model.dtype", "data.seed", "eval.sequences"} < numbers
     assert {"model.init_std", "model.scan_layers", "train.init_from"} <= start
-    assert {"mesh.data", "model.remat", "train.accumulation_steps"} < computation
+    assert {"mesh.data", "model.remat", "train.accumulation_steps", "train.logits_dtype"} < computation
     assert {"train.log_every_steps", "train.keep_checkpoints"} < nothing
     assert "remat" in fields_affecting(ModelConfig, "computation", "nothing")
 

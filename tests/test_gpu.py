@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from attention_oracle import SINK, check_definition, normal, qkv
+from test_chunked_cross_entropy import chunked, numpy_loss, problem, relative_error
 
 from orthojax.config import Config, DataConfig, OptimConfig, TrainConfig
 from orthojax.model import gpt2
@@ -66,6 +67,17 @@ def test_device_picks_cudnn_but_not_for_float32():
         assert "fmha" in program.as_text()
         with pytest.raises(UserWarning, match="falls back"):
             dot_product_attention(*(a.astype(jnp.float32) for a in (q, k, v)), is_causal=True)
+
+
+@pytest.mark.parametrize("logits_dtype", [None, "bfloat16"])
+def test_the_loss_of_chunks_is_that_of_float64(logits_dtype):
+    """Products of bfloat16 numbers, summed in float32: only logits in bfloat16 are rounded, by up to 2^-9."""
+    operands = problem(4, 96, 64, 5000, dtype=jnp.bfloat16)
+    loss, dx, dW = chunked(*operands, 32, logits_dtype=logits_dtype)
+    expected = numpy_loss(*operands)
+    assert relative_error(loss, expected[0]) < (1e-5 if logits_dtype is None else 2e-3)
+    assert relative_error(dx, expected[1]) < (2**-7 if logits_dtype is None else 2**-4)
+    assert relative_error(dW, expected[2]) < (2**-8 if logits_dtype is None else 2**-4)
 
 
 @pytest.mark.parametrize("kind", ["hadamard", "haar", "dct"])

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -180,6 +181,7 @@ def _loss_and_gradients(config):
     ("name", "changes"),
     [
         ("rich", {"scan_layers": True, "remat": True}),
+        ("rich", {"scan_layers": True, "unroll_layers": True, "remat": "dots"}),
         pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
     ],
 )
@@ -228,6 +230,7 @@ FIELDS = {
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM, "norm"),
     "attention_window": ({}, 2),
+    "residual_dtype": ({}, "bfloat16"),
 }  # fmt: skip
 
 
@@ -269,7 +272,63 @@ def test_remat_keeps_fewer_numbers_for_the_backward_pass(scan):
     assert saved_numbers("full") <= saved_numbers(True) < saved_numbers("dots") < 0.8 * saved_numbers(False)
 
 
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_on_a_gpu_activations_keep_their_arguments_alone(mlp, monkeypatch):
+    config = dataclasses.replace(TINY, mlp=mlp, d_mlp=256, num_layers=1, attention_implementation="xla")
+    params = random_params(config)
+
+    def loss(params):
+        return jnp.mean(jnp.sin(apply(config, params)[0]))
+
+    def kept_and_gradients():
+        pullback = jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params)
+        kept = sum(leaf.shape[-1:] == (256,) and leaf.ndim == 3 for leaf in jax.tree.leaves(pullback))
+        return kept, jax.jit(jax.grad(loss))(params)
+
+    before, expected = kept_and_gradients()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    after, found = kept_and_gradients()
+    assert after == (3 if mlp == "swiglu" else 2) < before  # and their result, an argument of the next product
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_unrolled_layers_are_not_stacked_for_the_backward_pass():
+    def stacks(unroll):
+        config = dataclasses.replace(TINY, num_layers=3, scan_layers=True, unroll_layers=unroll)
+        loss = lambda params: jnp.sum(jnp.sin(apply(config, params)[0]))  # noqa: E731
+        params = stacked_params(config)
+        return jax.jit(jax.grad(loss)).lower(params).compile().as_text().count(f"f32[3,{TOKENS.shape[0]},")
+
+    assert stacks(True) == 0 < stacks(False)
+
+
+def test_layers_are_unrolled_in_training_on_a_gpu(monkeypatch):
+    def unrolled(observe=None, **changes):
+        config = dataclasses.replace(TINY, scan_layers=True, attention_implementation="xla", **changes)
+        params = jax.eval_shape(lambda: stacked_params(config))
+        return re.findall(r"unroll=(\d+)", str(jax.make_jaxpr(lambda p: apply(config, p, observe=observe))(params)))
+
+    assert unrolled(num_layers=3) == ["1"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert unrolled(num_layers=3) == ["3"]
+    assert unrolled(num_layers=3, unroll_layers=False) == unrolled(num_layers=49) == ["1"]
+    assert unrolled(num_layers=3, observe=lambda taps: taps.residual) == ["1"]
+
+
 # Parts.
+
+
+@pytest.mark.parametrize("block", ["pre_norm", "post_norm", "output_norm", "parallel"])
+def test_a_bfloat16_residual_stream_is_near_that_of_float32(block):
+    config = dataclasses.replace(TINY, block=block, norm="layernorm", num_layers=2, scan_layers=True)
+    half = dataclasses.replace(config, residual_dtype="bfloat16")
+    params = stacked_params(config)
+    logits, residual = apply(half, params, observe=lambda taps: taps.residual)
+    expected = apply(config, params)[0]
+    assert (logits.dtype, residual.dtype) == (jnp.float32, jnp.bfloat16)
+    # Rounded four times, by up to 2^-9 each.
+    assert 1e-4 < np.abs(logits - expected).max() < 0.03 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -163,10 +163,15 @@ class ModelConfig:
       sink_init: Start of the learned sink logits of `learned_sink`: 0 is softmax-1, far below all logits softmax.
       kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), whatever the depth.
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
+      unroll_layers: Compile scanned layers one after the other, not as a loop: the backward pass then reads what layers
+        keep for it where they wrote it, not from stacks of all layers, and compilation takes longer. `auto` does so on
+        a GPU in training, for 48 layers at most.
       remat: Recompute each block in the backward pass instead of keeping its intermediates: true keeps the results of a
         fused attention kernel, `dots` also those of linear layers, which costs little time, `full` keeps nothing.
       dtype: Dtype of the matrix products; parameters, norms, attention statistics and logits stay float32. `float16` is
         for evaluation: training has no loss scaling.
+      residual_dtype: Dtype of the residual stream. bfloat16 halves what norms and sums read and write, but has 8 bits:
+        where a channel is at 1000, what a block adds to it is lost if it is below 2.
     """
 
     vocab_size: int = 2048
@@ -206,8 +211,10 @@ class ModelConfig:
     sink_init: float = setting(0.0, affects="start")
     kernel_init: Literal["normal", "uniform_fan_in"] = setting("normal", affects="start")
     scan_layers: bool = setting(True, affects="start")
+    unroll_layers: bool | Literal["auto"] = setting("auto", affects="computation")
     remat: Remat = setting(False, affects="computation")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
         check_types(self, "model")

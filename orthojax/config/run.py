@@ -228,6 +228,8 @@ class TrainConfig:
       batch_size: Sequences per step.
       accumulation_steps: Microbatches that a batch is split into, for less memory; their gradients are accumulated
         before the optimizer's one step.
+      logits_dtype: Dtype to which the logits of the training loss are rounded; all that is computed from them is
+        float32. `auto` is bfloat16 for a bfloat16 model on an accelerator, else float32.
       seed: Seed of the initial parameters, and of OrthoAdam's bases unless `optim.rotation.seed` is given.
       init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
         from scratch.
@@ -249,6 +251,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16
     accumulation_steps: int = setting(1, affects="computation")
+    logits_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", affects="computation")
     seed: int = 0
     init_from: str = setting("", affects="start")
     allow_normalizer_change: bool = setting(False, affects="start")

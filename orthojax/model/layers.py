@@ -1,5 +1,6 @@
 """The parts of a block besides attention: linear layers, norms, MLPs and mixtures of experts."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -105,7 +106,20 @@ class Norm(nn.Module):
         return x
 
 
-_ACTIVATIONS = {"gelu": jax.nn.gelu, "gelu_exact": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
+_ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "swiglu": lambda hidden, gate: jax.nn.silu(gate) * hidden,
+}
+
+
+def _recomputed(activation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """On a GPU, keeps only the arguments of an activation for the backward pass, which computes it again.
+
+    Memory is what takes time there, and GELU alone, without what it would keep, can be a part of the product before it.
+    """
+    return jax.checkpoint(activation) if jax.default_backend() == "gpu" else activation
 
 
 class Feedforward(Part):
@@ -120,11 +134,9 @@ class Feedforward(Part):
         c = self.config
         width = c.d_mlp if self.width is None else self.width
         if self.kind != "linear":
-            hidden = self.dense("input", width)(x)
-            if self.kind == "swiglu":
-                x = jax.nn.silu(self.dense("gate", width)(x)) * hidden
-            else:
-                x = _ACTIVATIONS[self.kind](hidden)
+            parts = ("input", "gate") if self.kind == "swiglu" else ("input",)
+            hidden = [self.dense(part, width)(x) for part in parts]
+            x = _recomputed(_ACTIVATIONS[self.kind])(*hidden)
             x = x if factor is None else x * factor.astype(x.dtype)
         return self.dense("output", c.d_model, writes_residual=True)(x)
 

@@ -24,6 +24,7 @@ from orthojax.ops.products import kernel_product
 
 _TOKEN_TABLE = "token_embedding/embedding:0"
 _POSITION_TABLE = "position_embedding/embedding:0"
+_MOST_UNROLLED = 48  # layers, by `unroll_layers="auto"`: compilation takes a second or two for each
 
 
 class Block(nn.Module):
@@ -69,7 +70,7 @@ class Block(nn.Module):
                 mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
             mlp_output = self._to_residual(self._normed(mlp_output, "mlp", "output"), "mlp")
         mlp_output = intervene(mlp_output, given, "mlp")
-        x = self._normed(post_attention + mlp_output, "mlp", "sum")
+        x = self._normed(post_attention + mlp_output, "mlp", "sum").astype(residual_before.dtype)
         x = replace(x, given.residual, given.residual_share)
         if cached is not None:
             return x, new
@@ -198,6 +199,7 @@ class Transformer(nn.Module):
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
             added = positions(jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions)[None]
             x += (to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added).astype(x.dtype)
+        x = x if c.residual_dtype == "float32" else x.astype(c.residual_dtype)
         x, observed = self._blocks(x, interventions, observe, cache, slots)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
@@ -235,10 +237,13 @@ class Transformer(nn.Module):
         c = self.config
         kept = None if cache is None else (cache.keys, cache.values)
         by_layer, shared = split_layers(interventions, c, *x.shape[:2])
-        block = Block
+        block, unroll = Block, c.unroll_layers
+        if unroll == "auto":
+            in_training = observe is None and cache is None and not self.is_initializing()
+            unroll = in_training and jax.default_backend() == "gpu" and c.num_layers <= _MOST_UNROLLED
         if c.remat:
             # Inside a scan the loop itself keeps XLA from merging recomputation and original.
-            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=_remat_policy(c.remat))
+            block = nn.remat(Block, prevent_cse=unroll or not c.scan_layers, policy=_remat_policy(c.remat))
         if c.scan_layers:
             body = nn.scan(
                 lambda module, carry, *inputs: module(carry, *inputs),
@@ -246,6 +251,7 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(0, nn.broadcast, 0, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=c.num_layers,
+                unroll=c.num_layers if unroll else 1,
             )
             return body(block(c, self.linear, observe, 0, name="layers"), x, by_layer, shared, kept, slots)
         observed = []

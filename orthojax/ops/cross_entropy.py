@@ -5,12 +5,13 @@ Letters: B sequences, T positions, D d_model, V vocabulary.
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from orthojax.ops.products import kernel_product, transposed_product, varying_alike
 from orthojax.ops.statistics import at_least_float32, wide_dtype
@@ -38,12 +39,13 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.where(known, nats, jnp.nan)
 
 
-def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
+def positions_at_once(B: int, T: int, V: int, asked: int | None = None, dtype: DTypeLike = jnp.float32) -> int:
     """Returns how many positions of every sequence have logits at a time: T if there is no need for chunks.
 
-    As many as `asked`, at most T; by default as many as take 256 MB of float32 logits on a CPU or 512 MB on another
-    device, at least one. On the Auto axes of the current mesh (`jax.set_mesh`) sequences are over "data" and "fsdp" and
-    the vocabulary is over "tensor", if they divide.
+    As many as `asked`, at most T; by default as many as take 256 MB of logits on a CPU or 512 MB on another device, at
+    least one, or somewhat fewer if all chunks are then equally long. `dtype` is that of the logits. On the Auto axes of
+    the current mesh (`jax.set_mesh`) sequences are over "data" and "fsdp" and the vocabulary is over "tensor", if they
+    divide.
 
     >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
     (64, 3)
@@ -52,10 +54,13 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None) -> int:
         return max(min(asked, T), 1)
     mesh = jax.sharding.get_abstract_mesh()
     tensor = mesh.shape[VOCAB_AXIS] if VOCAB_AXIS in _auto_axes(mesh) else 1
-    row = B // _shards(mesh, _batch_axes(mesh, B)) * 4 * (V // tensor if V % tensor == 0 else V)
+    logits = B // _shards(mesh, _batch_axes(mesh, B)) * (V // tensor if V % tensor == 0 else V)
+    row = logits * jnp.dtype(dtype).itemsize
     most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // max(row, 1)
     chunks = max(-(-T // max(most, 1)), 1)
-    return max(-(-T // chunks), 1)  # chunks of nearly equal size: little is computed twice
+    # Chunks of equal size compute nothing twice, those of nearly equal size little.
+    chunks = next((more for more in range(chunks, 2 * chunks) if T % more == 0), chunks)
+    return max(-(-T // chunks), 1)
 
 
 def _auto_axes(mesh: jax.sharding.AbstractMesh) -> set[str]:
@@ -72,8 +77,23 @@ def _batch_axes(mesh: jax.sharding.AbstractMesh, B: int) -> tuple[str, ...]:
     return axes if B % _shards(mesh, axes) == 0 else ()
 
 
+class _Settings(NamedTuple):
+    """Numbers that are fixed when the loss is compiled: three arguments of `chunked_cross_entropy_sum_nats`."""
+
+    positions: int
+    vocab_axis: int
+    logits_dtype: DTypeLike | None
+
+
 def chunked_cross_entropy_sum_nats(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int, vocab_axis: int = 1
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    positions: int,
+    vocab_axis: int = 1,
+    logits_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Computes sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
 
@@ -92,6 +112,8 @@ def chunked_cross_entropy_sum_nats(
       weights: [B, T] or [1, T].
       positions: Positions of every sequence whose logits are materialised at a time.
       vocab_axis: The axis of V in the kernel.
+      logits_dtype: Dtype to which logits are rounded, by default at least float32. Their sums and everything that is
+        computed from them is at least float32 all the same; bfloat16 logits take half the memory and time.
 
     Returns:
       A scalar, at least float32; ValueError for fewer than one position.
@@ -108,21 +130,21 @@ def chunked_cross_entropy_sum_nats(
     if jnp.iinfo(targets.dtype).bits < 32:
         targets = targets.astype(jnp.int32)  # they are compared with every id, which may not fit into theirs
     operands = varying_alike((hidden, kernel, targets, weights))  # within a shard_map of the caller
-    return _loss(min(positions, targets.shape[1]), vocab_axis, *operands)
+    return _loss(_Settings(min(positions, targets.shape[1]), vocab_axis, logits_dtype), *operands)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(positions: int, vocab_axis: int, hidden, kernel, targets, weights) -> jax.Array:
-    return _on_shards(positions, vocab_axis, False, hidden, kernel, targets, weights)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(settings: _Settings, hidden, kernel, targets, weights) -> jax.Array:
+    return _on_shards(settings, False, hidden, kernel, targets, weights)[0]
 
 
-def _forward(positions: int, vocab_axis: int, hidden, kernel, targets, weights):
-    loss, dx, dweights, dW = _on_shards(positions, vocab_axis, True, hidden, kernel, targets, weights)
+def _forward(settings: _Settings, hidden, kernel, targets, weights):
+    loss, dx, dweights, dW = _on_shards(settings, True, hidden, kernel, targets, weights)
     return loss, (dx, dW.astype(kernel.dtype), dweights)
 
 
-def _backward(positions: int, vocab_axis: int, gradients, cotangent):
-    del positions, vocab_axis
+def _backward(settings: _Settings, gradients, cotangent):
+    del settings
     dx, dW, dweights = ((g.astype(cotangent.dtype) * cotangent).astype(g.dtype) for g in gradients)
     return dx, dW, None, dweights
 
@@ -130,10 +152,10 @@ def _backward(positions: int, vocab_axis: int, gradients, cotangent):
 _loss.defvjp(_forward, _backward)
 
 
-def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
+def _on_shards(settings: _Settings, with_gradients: bool, hidden, kernel, targets, weights):
     """Returns (loss, gradients of hidden, weights and kernel), or (loss,): each device on its own sequences."""
     kernel = kernel.astype(hidden.dtype)  # before it is gathered
-    local = partial(_chunk_by_chunk, positions, vocab_axis, with_gradients)
+    local = partial(_chunk_by_chunk, settings, with_gradients)
     mesh = jax.sharding.get_abstract_mesh()
     axes = _batch_axes(mesh, hidden.shape[0])
     if _shards(mesh, axes) == 1:
@@ -156,9 +178,9 @@ def _on_shards(positions: int, vocab_axis: int, with_gradients: bool, hidden, ke
     return mapped(hidden, kernel, targets, weights)
 
 
-def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidden, kernel, targets, weights):
-    T = hidden.shape[1]
-    gradients = partial(_loss_and_gradients, vocab_axis, with_gradients, kernel)
+def _chunk_by_chunk(settings: _Settings, with_gradients: bool, hidden, kernel, targets, weights):
+    T, positions = hidden.shape[1], settings.positions
+    gradients = partial(_loss_and_gradients, settings, with_gradients, kernel)
     if positions == T:  # without a loop, whose slices and sums would each be another pass over the arrays
         return gradients(hidden, targets, weights)
 
@@ -183,15 +205,14 @@ def _chunk_by_chunk(positions: int, vocab_axis: int, with_gradients: bool, hidde
     return lax.fori_loop(0, -(-T // positions), chunk, carry)
 
 
-def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target, weight) -> tuple[jax.Array, ...]:
+def _loss_and_gradients(settings: _Settings, with_gradients: bool, kernel, x, target, weight) -> tuple[jax.Array, ...]:
     """Computes the loss of some positions, [B, T] each, and its gradients with respect to x, weight and kernel."""
-    product = partial(kernel_product, preferred_element_type=weight.dtype)
-    logits = product(x, kernel, contract=1 - vocab_axis)
-    top = jnp.max(logits, -1, keepdims=True)
-    logsumexp = top + jnp.log(jnp.sum(jnp.exp(logits - top), -1, keepdims=True))
+    vocab_axis, wide = settings.vocab_axis, weight.dtype
+    product = partial(kernel_product, x, kernel, contract=1 - vocab_axis)
+    logits = product(preferred_element_type=settings.logits_dtype or wide).astype(wide)
     # Compared with every id rather than looked up: if the vocabulary is split, nothing has to be gathered.
     is_target = lax.broadcasted_iota(target.dtype, logits.shape, 2) == target[..., None]
-    target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), -1)
+    logsumexp, target_logit = _statistics(logits, is_target)
     nats = logsumexp[..., 0] - target_logit
     known = (target >= 0) & (target < logits.shape[-1])
     nats = jnp.where(known, nats, jnp.where(weight == 0.0, 0.0, jnp.nan))
@@ -199,10 +220,36 @@ def _loss_and_gradients(vocab_axis: int, with_gradients: bool, kernel, x, target
     if not with_gradients:
         return (loss,)
     error = (weight[..., None] * (jnp.exp(logits - logsumexp) - is_target.astype(logits.dtype))).astype(x.dtype)
-    dx = product(error, kernel, contract=vocab_axis).astype(x.dtype)
+    dx = kernel_product(error, kernel, contract=vocab_axis, preferred_element_type=wide).astype(x.dtype)
     operands = (x, error) if vocab_axis == 1 else (error, x)
-    dW = transposed_product(*operands, preferred_element_type=weight.dtype)
+    dW = transposed_product(*operands, preferred_element_type=wide)
     return loss, dx, nats, dW
+
+
+def _statistics(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes log sum exp of logits [B, T, V], [B, T, 1], and the logits of the targets, [B, T]."""
+    return (_in_one_pass if jax.default_backend() == "gpu" else _in_three_passes)(logits, is_target)
+
+
+def _in_three_passes(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    top = jnp.max(logits, -1, keepdims=True)
+    logsumexp = top + jnp.log(jnp.sum(jnp.exp(logits - top), -1, keepdims=True))
+    return logsumexp, jnp.sum(jnp.where(is_target, logits, 0.0), -1)
+
+
+def _in_one_pass(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # For a GPU, where memory is what takes time: every reduction reads all logits, so the three are one.
+    def join(a: Any, b: Any) -> tuple[jax.Array, ...]:
+        (top, total, target), (other_top, other_total, other_target) = a, b
+        is_first = top >= other_top
+        factor = jnp.exp(jnp.where(is_first, other_top - top, top - other_top))
+        total = jnp.where(is_first, total + other_total * factor, total * factor + other_total)
+        return jnp.where(is_first, top, other_top), total, target + other_target
+
+    zero, lowest = (jnp.asarray(number, logits.dtype) for number in (0.0, jnp.finfo(logits.dtype).min))
+    arrays = (logits, jnp.ones_like(logits), jnp.where(is_target, logits, 0.0))
+    top, total, target = lax.reduce(arrays, (lowest, zero, zero), join, (logits.ndim - 1,))
+    return (top + jnp.log(total))[..., None], target
 
 
 def perplexity(loss_nats: float) -> float:

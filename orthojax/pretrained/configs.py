@@ -217,7 +217,7 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
 
 def computed_as(config: ModelConfig) -> ModelConfig:
     """Returns a config with every default written, and without what has no influence on what a model computes."""
-    plain, unread = ModelConfig(), {"dtype", *fields_affecting(ModelConfig, "computation", "start")}
+    plain, unread = ModelConfig(), {"dtype", "residual_dtype", *fields_affecting(ModelConfig, "computation", "start")}
     if config.position != "learned":
         unread |= {"max_length"}
     if config.position != "rotary":

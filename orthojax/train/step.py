@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
@@ -65,6 +66,7 @@ def loss_sum_nats(
     tokens: jax.Array,
     chunk_positions: int | None = None,
     interventions: Interventions | None = None,
+    logits_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the summed next-token loss and the number of target tokens.
 
@@ -77,20 +79,29 @@ def loss_sum_nats(
       chunk_positions: Positions of every sequence whose logits are materialised at a time; None takes as many as make
         256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all of them.
       interventions: What the model does otherwise.
+      logits_dtype: Dtype to which logits are rounded, but those of a quantised head; None leaves them float32.
     """
     inputs, targets = split_tokens(tokens)
     B, T = inputs.shape
     counted = (jnp.arange(T) >= model.config.relaxed_causal_tokens - 1)[None]
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
-    positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions)
+    positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions, logits_dtype or jnp.float32)
     head = model.head_kernel(params)
-    if head is None or positions == T:
+    if head is None or (positions == T and logits_dtype is None):
         logits, _ = model.apply({"params": params}, inputs, interventions=interventions)
         return jnp.sum(jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)), count
     hidden: Any = model.apply({"params": params}, inputs, interventions=interventions, head=False)
     kernel, axis = head
-    loss = chunked_cross_entropy_sum_nats(hidden[0], kernel, targets, counted, positions=positions, vocab_axis=axis)
-    return loss, count
+    options: Any = {"positions": positions, "vocab_axis": axis, "logits_dtype": logits_dtype}
+    return chunked_cross_entropy_sum_nats(hidden[0], kernel, targets, counted, **options), count
+
+
+def training_logits_dtype(config: Config) -> str | None:
+    """Returns the dtype of the logits that a run trains on, None for float32; see `train.logits_dtype`."""
+    asked, model = config.train.logits_dtype, config.model.dtype
+    if asked == "auto" and jax.default_backend() != "cpu":
+        asked = model
+    return asked if asked == "bfloat16" else None
 
 
 def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: jax.Array, parts: int) -> Any:
@@ -207,6 +218,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         length=config.data.sequence_length,
         steps=train.steps,
         accumulation_steps=train.accumulation_steps,
+        logits_dtype=training_logits_dtype(config),
         drawn=None if task is None else (task, train.batch_size),
     )
 
@@ -220,6 +232,7 @@ def _build(
     length: int,
     steps: int,
     accumulation_steps: int,
+    logits_dtype: str | None,
     drawn: tuple[BigramBackcopy, int] | None,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
@@ -241,7 +254,7 @@ def _build(
             return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return loss_sum_nats(trained, params, tokens)
+        return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype)
 
     def draw(seed_and_number: jax.Array) -> jax.Array:
         assert drawn is not None
