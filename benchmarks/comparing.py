@@ -12,13 +12,19 @@ import jax
 from orthojax.machine import environment
 
 
+def parser(about: str) -> argparse.ArgumentParser:
+    """Returns a parser of --repeats and --tiny; `about` is the help."""
+    options = argparse.ArgumentParser(description=about)
+    options.add_argument("--repeats", type=int, default=10, help="timed repetitions of each function")
+    options.add_argument("--tiny", action="store_true", help="small shapes: shows that it runs, not how fast")
+    return options
+
+
 def parsed_arguments(about: str) -> argparse.Namespace:
     """Parses --repeats, --tiny and --json; `about` is the help."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--repeats", type=int, default=10, help="timed repetitions of each function")
-    parser.add_argument("--tiny", action="store_true", help="small shapes: shows that it runs, not how fast")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser.parse_args()
+    options = parser(about)
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    return options.parse_args()
 
 
 def compare(

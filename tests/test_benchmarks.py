@@ -31,6 +31,20 @@ def test_benchmark_prints_a_table_of_ratios(name):
 
 
 @pytest.mark.slow
+def test_variants_of_the_step_are_timed_and_lowered():
+    environment, *rows = map(json.loads, run("benchmarks/gpu_step.py").splitlines())
+    assert environment["environment"]["versions"]["jax"]
+    variants = {row["variant"]: row for row in rows if "variant" in row}
+    assert len(variants) == 4
+    assert all(row["ratio"] > 0 and row["temp_bytes"] > 0 for row in variants.values())
+    assert [row["attention"] for row in rows if "attention" in row] == ["softmax", "softmax1"]
+    rows = [json.loads(line) for line in run("benchmarks/gpu_step.py", "--lower").splitlines()]
+    assert len({row["variant"] for row in rows}) == len(rows) >= len(variants)
+    # Forward and backward, in the one body that a scan has; without it two layers have their own.
+    assert all(row["attention_kernels"] == (4 if "without a scan" in row["variant"] else 2) for row in rows)
+
+
+@pytest.mark.slow
 def test_launcher_prints_json_of_every_benchmark():
     results = [json.loads(line) for line in run("launch/benchmark.py", "--json").splitlines()]
     assert len(results) == len(COMPARED)
