@@ -183,7 +183,7 @@ def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
 
     >>> from orthojax.config import Config
     >>> fields_affecting(Config, "computation")[:2]
-    ('model.attention_implementation', 'model.remat')
+    ('model.attention_implementation', 'model.unroll_layers')
     """
     return tuple(path for path, _, metadata in _leaves(cls) if metadata.get("affects", "numbers") in what)
 
