@@ -285,6 +285,9 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
     keep_freed_memory()
+    # Before NumPy and SciPy load it: OpenBLAS's own threads wait for each other in spinning, and where other work keeps
+    # cores busy, as XLA does here, a QR decomposition takes many times as long with them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     about = sys.modules[main.__module__].__doc__ or ""

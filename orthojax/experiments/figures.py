@@ -1,21 +1,23 @@
-"""Figures: functions that draw plain values with matplotlib."""
+"""Figures: functions that draw plain values with matplotlib, which is imported when the first of them draws."""
 
+from __future__ import annotations
+
+import functools
+import importlib.util
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")  # no display
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, PowerNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+if importlib.util.find_spec("matplotlib") is None:  # now, not when a run of hours is over
+    raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 # The colours of Okabe and Ito without yellow, which is too light for a line.
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -37,6 +39,22 @@ _STYLE: dict[Any, Any] = {
 Scale = Literal["linear", "log", "symlog"]
 Curve = tuple[Sequence[float], np.ndarray]  # x [n], y [seeds, n]
 Look = tuple[Any, Any]  # colour, dash
+
+
+@functools.cache
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator("auto", integer=True)
 
 
 def lines(
@@ -61,6 +79,7 @@ def lines(
     whole = x_scale == "linear" and all(isinstance(of, int) for c in panels.values() for x, _ in c.values() for of in x)
     across = min(len(panels), 3)
     down = -(-len(panels) // across)
+    plt = _pyplot()
     with plt.rc_context(_STYLE):
         size = (3.7 * across + 1.4, 3.1 * down + 0.5)
         figure, grid = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False)
@@ -77,7 +96,7 @@ def lines(
             _refer(axes, references)
             axes.set(title=title, xlabel=x_label, xscale=x_scale, yscale=y_scale)
             if whole:
-                axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+                axes.xaxis.set_major_locator(_whole_numbers())
         grid[0, 0].set_ylabel(textwrap.fill(y_label, 34))
         _finish(figure, list(grid.flat), len(panels), x_scale, y_scale)
     return figure
@@ -90,6 +109,8 @@ def _refer(axes: Axes, references: Mapping[str, float] | None) -> None:
 
 def _finish(figure: Figure, grid: Sequence[Axes], shown: int, x_scale: str, y_scale: str) -> None:
     """Hides empty panels, writes plain numbers on logarithmic axes, and puts one legend below."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     found: dict[str, Any] = {}
     for axes in grid[:shown]:
         for axis, scale in ((axes.xaxis, x_scale), (axes.yaxis, y_scale)):
@@ -121,6 +142,7 @@ def bars(
 
     The scale "symlog" is linear up to 2.
     """
+    plt = _pyplot()
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(min(12.0, max(5.2, 1.1 * len(groups) + 1.0)), 3.6))
         width, at = 0.8 / len(values), np.arange(len(groups))
@@ -140,6 +162,7 @@ def bars(
 
 def numbers(panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]]) -> Figure:
     """Draws a bar for the mean of each number with its text below, and its seeds: title -> name -> (values, text)."""
+    plt = _pyplot()
     with plt.rc_context({**_STYLE, "axes.spines.left": False, "axes.grid": False}):
         figure, grid = plt.subplots(1, len(panels), figsize=(2.6 * len(panels) + 0.4, 2.8), squeeze=False)
         for axes, (title, of) in zip(grid.flat, panels.items(), strict=True):
@@ -162,6 +185,7 @@ def scatter(
     references: Mapping[str, float] | None = None,
 ) -> Figure:
     """Draws named points in groups of one colour and marker: group -> (x, y, name) of each."""
+    plt = _pyplot()
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.2, 4.4))
         for (name, group), color, marker in zip(points.items(), cycle(COLORS), cycle(_MARKERS), strict=False):
@@ -188,6 +212,8 @@ def maps(
 
     Colours are logarithmic with `log`, otherwise they go with the square root; `x_ticks` are the names of the columns.
     """
+    from matplotlib.colors import LogNorm, PowerNorm
+
     across = min(len(panels), 2 if len(panels) <= 4 else 4)
     down, (width, height) = -(-len(panels) // across), (3.5, 3.3) if across <= 2 else (2.5, 2.5)
     values = np.concatenate([panel.ravel() for panel in panels.values()])
@@ -195,6 +221,7 @@ def maps(
     norm: Any = PowerNorm(0.5, 0.0, highest)
     if log:
         norm = LogNorm(max(float(np.quantile(values[values > 0], 0.02)), highest * 1e-6), highest)
+    plt = _pyplot()
     with plt.rc_context({**_STYLE, "axes.grid": False}):
         figure, grid = plt.subplots(down, across, figsize=(width * across + 0.9, height * down), squeeze=False)
         image = None
@@ -204,7 +231,7 @@ def maps(
             axes.set_facecolor("#000004")
             axes.set_title(title)
             for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_locator(MaxNLocator("auto", integer=True))
+                axis.set_major_locator(_whole_numbers())
             if x_ticks:
                 axes.set_xticks(range(len(x_ticks)), x_ticks, rotation=90)
             axes.set_ylabel(y_label if i % across == 0 else "")

@@ -9,16 +9,18 @@ Variants that lack a metric are left out.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axis import Axis
-from matplotlib.ticker import PercentFormatter
 
 from orthojax.analysis.catalogue import label
 from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, numbers, scatter
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
 from orthojax.experiments.tables import Quantities, quantities
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
 
 _OPTIMIZERS = ("adam", "orthoadam", "sgd", "muon", "rmsprop", "lion")
 _NORMALIZERS = ("softmax", "softmax1", "relu", "sigmoid", "softmax_n", "learned_sink")
@@ -106,8 +108,10 @@ def _steps_of(result: Result, metric: str) -> list[str]:
     return [key for key in first if key.startswith(f"{metric}/step_") and all(key in of for of in others)]
 
 
-def _in_percent(axis: Axis, *of: Quantity) -> None:
+def _in_percent(axis: "Axis", *of: Quantity) -> None:
     """Writes the ticks of an axis in percent if all that it shows are shares, as tables write them."""
+    from matplotlib.ticker import PercentFormatter
+
     if all(quantity.is_share for quantity in of):
         axis.set_major_formatter(PercentFormatter(1.0))
 

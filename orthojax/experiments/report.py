@@ -8,15 +8,16 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jinja2
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
 from orthojax.errors import printable
 from orthojax.files import make_folder, write_atomically, write_text
 from orthojax.formatting import align
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Cell(NamedTuple):
@@ -43,7 +44,7 @@ class Picture(NamedTuple):
 
     name: str
     caption: str
-    figure: Figure
+    figure: "Figure"
 
 
 class Verdict(NamedTuple):
@@ -114,8 +115,10 @@ def write_report(report: Report, workdir: Path) -> None:
     write_text(workdir / "report.html", environment.get_template("page.html").render(values))
 
 
-def svg(figure: Figure) -> bytes:
+def svg(figure: "Figure") -> bytes:
     """Renders a figure, the same bytes for the same figure, and closes it."""
+    from matplotlib import pyplot as plt
+
     buffer = io.BytesIO()
     with plt.rc_context({"svg.hashsalt": "orthojax"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
