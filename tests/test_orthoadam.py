@@ -196,4 +196,4 @@ def test_any_length_takes_as_few_temporaries(n):
     state = jax.eval_shape(optimizer.init, gradient)
     step = jax.jit(optimizer.update, donate_argnums=(0, 1))
     memory = step.lower(gradient, state).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 1.35 * 4 * 1024 * n
+    assert memory.temp_size_in_bytes < 2.05 * 4 * 1024 * n  # gradient and update in the other basis

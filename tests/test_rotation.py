@@ -275,7 +275,7 @@ def test_programs_hold_no_more_signs_than_the_longest_edge_has():
     shapes = {"embedding": (129280, 7168), "layers/we_down": (58, 256, 2048, 7168), "layers/wo": (61, 16384, 7168)}
     transform, shapes = rotate(Rotation(axes=7168)), shapes_of(shapes)
     program = jax.jit(transform.update).lower(shapes, jax.eval_shape(transform.init, shapes)).as_text()
-    assert len(program) < 200_000
+    assert len(program) < 300_000
     small = {"embedding": jnp.ones((9, 8)), "layers": {"kernel": jnp.ones((3, 2, 8, 4))}}  # 48 signs, an edge of 8
     plan = plan_tree(Rotation(), small).parameters[1]
     ((signs,),) = basis_constants(Rotation(), plan, (), transpose=False)

@@ -6,6 +6,7 @@ made unique by random signs which are a hash of a key, hence part of the program
 
 import functools
 import math
+import operator
 import string
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -21,6 +22,9 @@ FixedKind = Literal["hadamard", "dct"]
 _MAX_FACTOR = 128
 # On accelerators; see `fixed_transform`.
 _MAX_DENSE = 1024
+# On a CPU: rows of a matrix that is a sum of slices, and of one that is a single product of rows.
+_MAX_SUMMED = 16
+_MAX_PRODUCT = 96
 
 
 def _mix(x: Any) -> Any:
@@ -131,74 +135,166 @@ def _kronecker_factors(n: int, kind: FixedKind) -> tuple[list[np.ndarray], float
     return factors, scale
 
 
-def _butterflies(matrix: np.ndarray) -> list[np.ndarray]:
-    """Splits a matrix of `hadamard_matrix` into Kronecker factors: of 4 or 8 rows, and a rest that has none."""
-    n = len(matrix)
-    for radix in (8, 4) if matrix.dtype == np.int8 else ():
-        # A butterfly of 2 rows saves less arithmetic than its pass over the array costs.
-        butterfly, rest = (
-            hadamard_matrix(m) if n >= 4 * radix and n % radix == 0 else None for m in (radix, n // radix)
-        )
-        if butterfly is not None and rest is not None:
-            return [butterfly, *_butterflies(rest)]
-    return [matrix]
-
-
 def _constant(matrix: np.ndarray, x: jax.Array) -> jax.Array:
     """Returns a matrix in the dtype of x; the program holds one byte for each sign."""
     return jnp.asarray(matrix if matrix.dtype == np.int8 else matrix.astype(x.dtype)).astype(x.dtype)
 
 
-def _apply_kronecker(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
+def _split(x: jax.Array, factors: Sequence[np.ndarray], axis: int) -> jax.Array:
+    return x.reshape(*x.shape[:axis], *map(len, factors), *x.shape[axis + 1 :])
+
+
+def _apply_kronecker(x: jax.Array, factors: Sequence[np.ndarray], axis: int) -> jax.Array:
     """Multiplies one axis by the Kronecker product of `factors`, one after the other, and moves no axis."""
-    sizes = [len(factor) for factor in factors]
-    y = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+    y = _split(x, factors, axis)
     for i, factor in enumerate(factors):
-        matrix, at = _constant(factor.T if transpose else factor, x), axis + i
-        if at == y.ndim - 1:
-            y = y @ matrix.T
-        else:
-            # With one copy of the matrix for each leading index the product comes out in place: otherwise XLA
-            # appends the new axis and transposes, which costs the CPU more than the product.
-            matrices = jnp.broadcast_to(matrix, (*y.shape[:at], *matrix.shape))
-            leading = tuple(range(at))
-            y = jax.lax.dot_general(matrices, y, (((at + 1,), (at,)), (leading, leading)))
+        y = _apply_factor(y, _constant(factor, x), axis + i)
     return y.reshape(x.shape)
 
 
-def _on_cpu(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
-    # The innermost factor of the last axis is a plain matrix product on contiguous rows: there a large one is faster.
-    whole = len(factors) if axis == x.ndim - 1 else len(factors) + 1
-    small = [part for factor in factors[: whole - 1] for part in _butterflies(factor)]
-    return _apply_kronecker(x, [*small, *factors[whole - 1 :]], axis, transpose)
+def _apply_factor(y: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """Multiplies one axis by a matrix [n, n], or by one for each leading index, [*leading, n, n]."""
+    if axis == y.ndim - 1:
+        return y @ matrix.T
+    # With one copy of the matrix for each leading index the product comes out in place: otherwise XLA appends the new
+    # axis and transposes, which costs the CPU more than the product.
+    matrices = jnp.broadcast_to(matrix, (*y.shape[:axis], *matrix.shape[-2:]))
+    leading = tuple(range(axis))
+    return jax.lax.dot_general(matrices, y, (((axis + 1,), (axis,)), (leading, leading)))
 
 
-def _on_accelerator(x: jax.Array, factors: Sequence[np.ndarray], axis: int, transpose: bool) -> jax.Array:
-    n = x.shape[axis]
-    if n > _MAX_DENSE:
-        return _apply_kronecker(x, factors, axis, transpose)
-    # Built by the program from its factors, which are small constants.
-    matrix = functools.reduce(jnp.kron, [_constant(factor, x) for factor in factors])
-    return apply_matrix(x, matrix, axis, transpose=transpose)
+def _on_accelerator(
+    x: jax.Array, signs: jax.Array | None, factors: Sequence[np.ndarray], axis: int, transpose: bool
+) -> jax.Array:
+    y = x if signs is None or transpose else x * signs.astype(x.dtype)
+    if x.shape[axis] > _MAX_DENSE:
+        y = _apply_kronecker(y, [factor.T if transpose else factor for factor in factors], axis)
+    else:
+        # Built by the program from its factors, which are small constants.
+        matrix = functools.reduce(jnp.kron, [_constant(factor, x) for factor in factors])
+        y = apply_matrix(y, matrix, axis, transpose=transpose)
+    return y if signs is None or not transpose else y * signs.astype(x.dtype)
+
+
+# On a CPU the passes over the array count. A factor of few rows is a sum that XLA fuses with the signs, a larger one is
+# a product. Neither moves an axis.
+
+
+def _on_cpu(
+    x: jax.Array, signs: jax.Array | None, factors: Sequence[np.ndarray], axis: int, transpose: bool
+) -> jax.Array:
+    is_last = axis == x.ndim - 1
+    parts = _parts_of_rows(factors) if is_last else _two_parts(factors)
+    parts = [part.T if transpose else part for part in parts]
+    y = _split(x, parts, axis)
+    if signs is not None:
+        # A quotient is computed once: what XLA takes for cheap, such as a hash, it computes again for each element.
+        signs = 1 / _split(signs, parts, axis).astype(x.dtype)
+    return (_rotate_rows if is_last else _rotate_inner)(y, signs, parts, axis, transpose).reshape(x.shape)
+
+
+def _rotate_rows(
+    y: jax.Array, signs: jax.Array | None, parts: Sequence[np.ndarray], axis: int, transpose: bool
+) -> jax.Array:
+    """Transforms contiguous rows, split into the axes from `axis` on: sums of slices, and one product at last."""
+    before, after = (None, signs) if transpose else (signs, None)
+    for i, part in enumerate(parts[:-1]):
+        if len(part) <= _MAX_SUMMED:
+            y, before = _sum_of_slices(y, before, part, axis + i), None
+        else:
+            y, before = _apply_factor(y if before is None else y * before, _constant(part, y), axis + i), None
+    y = _apply_factor(y if before is None else y * before, _constant(parts[-1], y), y.ndim - 1)
+    return y if after is None else y * after
+
+
+def _sum_of_slices(y: jax.Array, signs: jax.Array | None, matrix: np.ndarray, axis: int) -> jax.Array:
+    """Multiplies an axis that is not the last by a small matrix after the signs."""
+    columns = matrix.T.reshape(len(matrix), *[1] * axis, len(matrix), *[1] * (y.ndim - axis - 1))
+    terms = []
+    for k, column in enumerate(columns):
+        of_y, *of_signs = (jax.lax.slice_in_dim(a, k, k + 1, axis=axis) for a in (y, signs) if a is not None)
+        terms.append(math.prod(of_signs, start=of_y) * _constant(column, y))
+    return functools.reduce(operator.add, terms)
+
+
+def _rotate_inner(
+    y: jax.Array, signs: jax.Array | None, parts: Sequence[np.ndarray], axis: int, transpose: bool
+) -> jax.Array:
+    """Transforms the axes `axis` and `axis + 1`, behind which there are others, by two products."""
+    outer, inner = (_constant(part, y) for part in parts)
+    before, after = (None, signs) if transpose else (signs, None)
+    if signs is not None and math.prod(signs.shape[axis + 2 :]) == 1:  # they scale columns or rows of the matrices
+        before, after = None, None
+        rows_and_columns = (len(inner), 1) if transpose else (1, len(inner))
+        signs = signs.reshape(*signs.shape[: axis + 1], *rows_and_columns)
+        inner = jnp.expand_dims(inner, range(axis + 1)) * signs
+    steps = ((inner, axis + 1), (outer, axis))
+    y = y if before is None else y * before
+    for matrix, at in steps[::-1] if transpose else steps:
+        y = y if matrix.size == 1 else _apply_factor(y, matrix, at)
+    return y if after is None else y * after
+
+
+def _two_parts(factors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns two factors for two products, the first of which may have one row."""
+    if len(factors) == 2:
+        return [*factors]
+    (whole,) = factors
+    rest = _divided(whole, 8) if len(whole) >= 64 else None
+    return [np.ones((1, 1), np.int8), whole] if rest is None else [_hadamard(8), rest]
+
+
+def _parts_of_rows(factors: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns factors for sums of few rows, and a last one for a product, of 24 to 96 rows if possible."""
+    rest, inner = factors if len(factors) == 2 else (*factors, np.ones((1, 1), np.int8))
+    parts = []
+    while (n := len(rest) * len(inner)) > _MAX_PRODUCT:
+        radix = next((r for r in (8, 4, 2) if n // r >= 24 and _divided(rest, r) is not None), None)
+        if radix is None:
+            return [part for part in (*parts, rest, inner) if len(part) > 1]
+        parts.append(_hadamard(radix))
+        rest = _hadamard(len(rest) // radix)
+    return [*parts, np.kron(rest, inner)]
+
+
+def _divided(matrix: np.ndarray, radix: int) -> np.ndarray | None:
+    """Returns the matrix whose Kronecker product after the Hadamard matrix of `radix` rows is `matrix`, or None."""
+    n, remainder = divmod(len(matrix), radix)
+    return None if remainder or matrix.dtype != np.int8 else hadamard_matrix(n)
+
+
+def _hadamard(n: int) -> np.ndarray:
+    matrix = hadamard_matrix(n)
+    assert matrix is not None
+    return matrix
 
 
 # A jitted function inside the program: leaves of equal shape are traced and lowered once.
 @functools.partial(jax.jit, static_argnames=("axis", "kind", "transpose"))
-def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", transpose: bool = False) -> jax.Array:
+def fixed_transform(
+    x: jax.Array,
+    axis: int,
+    *,
+    kind: FixedKind = "hadamard",
+    transpose: bool = False,
+    signs: jax.Array | np.ndarray | None = None,
+) -> jax.Array:
     """Applies a fixed orthonormal transform F, or its transpose (which is its inverse), along one axis.
 
     `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) if Hadamard factors exist (up to 16,384: each power of
     two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
     transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
-    decided when the program is lowered. CPU: butterflies of 4 or 8 rows if possible, except that the inner factor
-    of the last axis is one matrix product; 2 (a + b + ...) FLOP per element, a, b, ... being the rows. Others: one
-    dense matrix up to n = 1,024, because 2 n FLOP per element take no longer than reading it; above, the two factors.
+    decided when the program is lowered. On a CPU, where passes over the array cost more than arithmetic, factors of up
+    to 16 rows of the last axis are sums of slices, which XLA fuses with the signs, before one product of up to 96 rows;
+    other axes take two products, which the signs are part of. Others: one dense matrix up to n = 1,024, because 2 n
+    FLOP per element take no longer than reading it; above, the two factors.
 
     Args:
       x: A float array [..., n, ...].
       axis: The transformed axis, >= 0.
       kind: `dct` is the orthonormal DCT-II for every n.
       transpose: Apply F^T.
+      signs: Of +1 and -1, broadcast against x: the result is F (signs * x), or signs * (F^T x).
 
     Raises:
       ValueError: For another kind, an axis that x has not, or x of another dtype.
@@ -210,12 +306,14 @@ def fixed_transform(x: jax.Array, axis: int, *, kind: FixedKind = "hadamard", tr
     if not 0 <= axis < x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"axis={axis} of {x.dtype} {x.shape}; allowed: 0 to {x.ndim - 1} of floats")
     factors, scale = _kronecker_factors(x.shape[axis], kind)
-    if not factors:
-        transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct
-        return transform(x, axis=axis, norm="ortho").astype(x.dtype)
-    how = {"factors": factors, "axis": axis, "transpose": transpose}
-    cpu, other = functools.partial(_on_cpu, **how), functools.partial(_on_accelerator, **how)
-    return jax.lax.platform_dependent(x, cpu=cpu, default=other) * scale
+    signs = None if signs is None else jnp.asarray(signs)
+    if factors:
+        how = {"factors": factors, "axis": axis, "transpose": transpose}
+        cpu, other = functools.partial(_on_cpu, **how), functools.partial(_on_accelerator, **how)
+        return jax.lax.platform_dependent(x, signs, cpu=cpu, default=other) * scale
+    before, after = (1 if signs is None else signs.astype(x.dtype), 1)[:: -1 if transpose else 1]
+    transform = jax.scipy.fft.idct if transpose else jax.scipy.fft.dct
+    return transform(x * before, axis=axis, norm="ortho").astype(x.dtype) * after
 
 
 # Explicit small matrices.

@@ -43,15 +43,13 @@ def _rotate_axis(
         return jnp.asarray(ordered.reshape([n if d in (*stacked, axis) else 1 for d, n in enumerate(x.shape)]))
 
     signs, *order = map(along, constants)
+    if kind != "signed_permutation":
+        fixed = "dct" if kind == "dct" else "hadamard"
+        return orthogonal.fixed_transform(x, axis, kind=fixed, transpose=transpose, signs=signs)
     signs = signs.astype(x.dtype)
-    if kind == "signed_permutation":
-        if transpose:
-            return signs * jnp.take_along_axis(x, order[0], axis)
-        return jnp.take_along_axis(signs * x, order[0], axis)
-    fixed = "dct" if kind == "dct" else "hadamard"
     if transpose:
-        return signs * orthogonal.fixed_transform(x, axis, kind=fixed, transpose=True)
-    return orthogonal.fixed_transform(signs * x, axis, kind=fixed)
+        return signs * jnp.take_along_axis(x, order[0], axis)
+    return jnp.take_along_axis(signs * x, order[0], axis)
 
 
 def _rotate_group(
