@@ -45,28 +45,34 @@ class PlainGPT2(nn.Module):
         return embed.attend(nn.LayerNorm(dtype=dtype)(x))
 
 
-def plain_step(config: ModelConfig, tokens: jax.Array) -> Callable[[], Any]:
-    """Returns a function that trains the plain model for one step at each call."""
+def plain_training(config: ModelConfig) -> tuple[Any, Callable[[Any, jax.Array], tuple[Any, jax.Array]]]:
+    """Returns a new state of the plain model and its jitted step: (state, tokens) -> (state, loss in nats)."""
     model = PlainGPT2(config)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))  # as `OptimConfig`
-    params = jax.jit(model.init)(jax.random.key(0), tokens[:1, :2])
-    state = params, jax.jit(optimizer.init)(params)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
 
-    def mean_loss_nats(params: Any) -> jax.Array:
+    def mean_loss_nats(params: Any, tokens: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
         return losses.mean()
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any) -> tuple[Any, jax.Array]:
+    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state
-        loss, gradients = jax.value_and_grad(mean_loss_nats)(params)
+        loss, gradients = jax.value_and_grad(mean_loss_nats)(params, tokens)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
+    return (params, jax.jit(optimizer.init)(params)), step
+
+
+def plain_step(config: ModelConfig, tokens: jax.Array) -> Callable[[], Any]:
+    """Returns a function that trains the plain model for one step at each call."""
+    state, step = plain_training(config)
+
     def call() -> Any:
         nonlocal state
-        state, loss = step(state)
+        state, loss = step(state, tokens)
         return loss
 
     return call

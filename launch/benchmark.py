@@ -9,7 +9,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parents[1] / "benchmarks"
-    for name in ("attention", "optimizer", "training"):  # one process each, so that its memory is freed
+    for name in ("attention", "optimizer", "training", "loop"):  # one process each, so that its memory is freed
         subprocess.run([sys.executable, str(folder / f"{name}.py"), *sys.argv[1:]], check=True)
     if "--tiny" not in sys.argv:
         subprocess.run([sys.executable, str(folder / "gpu_step.py")], check=True)

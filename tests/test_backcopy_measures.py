@@ -33,11 +33,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     train(CONFIG, inputs, folder)
     program = build(CONFIG, inputs.task)
-    state, step = program.init(jax.random.key(CONFIG.train.seed)), program.step
+    state = program.init(jax.random.key(CONFIG.train.seed))
     params.append(jax.tree.map(np.asarray, state.params))
     for number in range(STEPS):
-        # Placed as the loop places it, so that its program serves here as well.
-        state, _ = step(state, place_whole(None, np.array([CONFIG.data.seed, number], np.uint32)))
+        numbers = place_whole(None, np.array([[CONFIG.data.seed, number]], np.uint32))
+        state, _ = program.steps(state, numbers, place_whole(None, np.array(1, np.int32)))
         params.append(jax.tree.map(np.asarray, state.params))
     return folder, inputs, params
 

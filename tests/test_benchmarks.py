@@ -13,6 +13,7 @@ COMPARED = {
     "attention": {"softmax", "softmax1", "learned sink", "softmax of jax.nn"},
     "optimizer": {"optax.adamw", "orthoadam, hadamard", "orthoadam, haar", "optax.contrib.muon"},
     "training": {"vanilla", "cured", "plain flax + optax"},
+    "loop": {"one step per dispatch", "several steps per dispatch", "plain flax + optax"},
 }
 
 

@@ -19,10 +19,10 @@ from orthojax.errors import Interrupted, UserError
 from orthojax.train import (
     DamagedError,
     Inputs,
+    build,
     find_checkpoint,
     init_state,
     list_arrays,
-    make_train_step,
     read_config,
     read_json_item,
     read_metrics,
@@ -113,7 +113,7 @@ def test_a_stopped_run_ends_with_the_same_bits(finished, tmp_path, step):
     assert starts == [max(saved for saved in (0, 3, 6, 9) if saved <= step - (step % 3 == 0))]
     assert bits(state) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
-    assert make_train_step(CONFIG)._cache_size() <= 2  # one program for a new state, one for a restored one
+    assert build(CONFIG).steps._cache_size() <= 2  # one program for a new state, one for a restored one
 
 
 @pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(11, marks=pytest.mark.slow)])

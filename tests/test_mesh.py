@@ -403,18 +403,24 @@ def test_batches_come_in_order_two_ahead(mesh):
             raise UserError("the file is gone")
         return tokens(number)
 
-    config = on(CONFIG, *mesh)
+    config = on(CONFIG, *mesh, **{"train.steps_per_dispatch": 1})
     stream = batches(config, INPUTS._replace(batch=batch), make_mesh(config), 3)
     for number in range(3, 9):
-        np.testing.assert_array_equal(next(stream), tokens(number))
+        dispatch = next(stream)
+        assert (dispatch.steps, int(dispatch.count)) == (range(number + 1, number + 2), 1)
+        np.testing.assert_array_equal(dispatch.batches[:, 0], tokens(number))
         time.sleep(0.02)
         assert max(started) <= number + 2 + 1  # two wait, and one may be asked for already
     assert started[:6] == [3, 4, 5, 6, 7, 8]
     with pytest.raises(UserError, match="gone"):
         next(stream)
     assert list(batches(config, INPUTS, make_mesh(config), config.train.steps)) == []
-    left = batches(config, INPUTS, make_mesh(config), 0)
-    next(left)
+    three = replace(config, {"train.steps_per_dispatch": 3})
+    left = batches(three, INPUTS, make_mesh(three), config.train.steps - 5)
+    np.testing.assert_array_equal(next(left).batches, np.stack([tokens(config.train.steps - n) for n in (5, 4, 3)], 1))
+    last = next(left)
+    assert int(last.count) == len(last.steps) == 2
+    np.testing.assert_array_equal(last.batches[:, :2], np.stack([tokens(config.train.steps - n) for n in (2, 1)], 1))
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 

@@ -230,6 +230,9 @@ class TrainConfig:
         before the optimizer's one step.
       logits_dtype: Dtype to which the logits of the training loss are rounded; all that is computed from them is
         float32. `auto` is bfloat16 for a bfloat16 model on an accelerator, else float32.
+      steps_per_dispatch: Most optimizer steps in one compiled call, so that small steps do not wait for Python; None
+        takes as many as pay off, which on accelerators is 1. A call ends wherever something is probed, validated or
+        saved, and signals wait for its end. On a CPU it changes no bit.
       seed: Seed of the initial parameters, and of OrthoAdam's bases unless `optim.rotation.seed` is given.
       init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
         from scratch.
@@ -252,6 +255,7 @@ class TrainConfig:
     batch_size: int = 16
     accumulation_steps: int = setting(1, affects="computation")
     logits_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", affects="computation")
+    steps_per_dispatch: int | None = setting(None, affects="computation")
     seed: int = 0
     init_from: str = setting("", affects="start")
     allow_normalizer_change: bool = setting(False, affects="start")
@@ -271,6 +275,7 @@ class TrainConfig:
         check_types(self, "train")
         positive = "steps batch_size accumulation_steps log_every_steps checkpoint_every_steps keep_checkpoints"
         require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
+        require_each(self, "train", "steps_per_dispatch", lambda n: n >= 1, "none, or at least 1")
         require_each(self, "train", "eval_every_steps probe_every_steps", lambda n: n >= 0, "at least 0")
         require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")
         every = self.checkpoint_every_steps
@@ -279,6 +284,20 @@ class TrainConfig:
         starts = bool(self.init_from) or not self.allow_normalizer_change
         require(starts, "train.allow_normalizer_change without another start", "with train.init_from=DIR")
         require_seed(self, "train")
+
+    def probes_at(self, step: int) -> bool:
+        """Returns whether parameters are probed after so many steps."""
+        every = self.probe_every_steps
+        return step in self.probe_steps or (step > 0 and every > 0 and step % every == 0)
+
+    def validates_at(self, step: int) -> bool:
+        """Returns whether the validation loss is measured after so many steps."""
+        every = self.eval_every_steps
+        return step > 0 and every > 0 and (step % every == 0 or step == self.steps)
+
+    def saves_at(self, step: int) -> bool:
+        """Returns whether a checkpoint is written after so many steps."""
+        return step % self.checkpoint_every_steps == 0 or step == self.steps
 
 
 @dataclasses.dataclass(frozen=True)

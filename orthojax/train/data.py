@@ -1,10 +1,9 @@
 """The data of a run: what it reads, and its batches on the devices."""
 
-import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +16,17 @@ from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.errors import UserError
+from orthojax.model import parameter_count
+from orthojax.train.estimates import model_flops_per_token
 from orthojax.train.mesh import place_rows, place_whole
 
-_AHEAD = 2  # batches that are prepared while the devices work
+_AHEAD = 2  # dispatches whose batches are prepared while the devices work
 
 
 class Inputs(NamedTuple):
     """The data of a run."""
 
-    # step -> int32 [batch_size, T + 1], a pure function; of a task, what the training step draws by itself.
+    # number -> int32 [batch_size, T + 1], a pure function; of a task, what the training steps draw by themselves.
     batch: Callable[[int], np.ndarray]
     evaluation: np.ndarray  # int32 [eval.sequences, T + 1]
     bits_per_nat_of_loss: float | None  # bits per byte of text for each nat per token; None without text
@@ -85,27 +86,71 @@ def _require_vocabulary(config: Config, needed: int) -> None:
         )
 
 
-def batches(config: Config, inputs: Inputs, mesh: Mesh | None, start: int) -> Generator[jax.Array, None, None]:
-    """Yields the batches of a run on its devices, from the one after step `start` to the last, two prepared ahead.
+class Dispatch(NamedTuple):
+    """What one compiled call gets."""
 
-    Of a task each is uint32 [2], (seed, number of the batch), from which the training step draws its tokens; otherwise
-    int32 [batch_size, T + 1], of which a process reads the rows of its own devices. What reading raises surfaces at
-    its step. Close the generator if it may not be used up.
+    steps: range  # that it takes, counted from 1
+    batches: jax.Array  # int32 [B, K, T + 1], K at least their number; of a task uint32 [K, 2], (seed, number of each)
+    count: jax.Array  # int32 [], their number
+
+
+def steps_per_dispatch(config: Config) -> int:
+    """Returns the most steps that a compiled call of a run takes.
+
+    Chosen from the config alone: so many that Python's time, about 0.5 ms for each call, is small beside theirs, but
+    few enough that a signal need not wait.
     """
+    train, length, most = config.train, config.data.sequence_length, config.train.steps_per_dispatch
+    if most is None:
+        # The model's, and as much for the optimizer as rotations and passes over memory may take.
+        flops = train.batch_size * length * model_flops_per_token(config.model, length)
+        flops += 1000 * parameter_count(config.model)
+        most = max(1, min(64, 64 * 10**9 // flops)) if jax.default_backend() == "cpu" else 1
+    every = (train.steps, train.checkpoint_every_steps, train.eval_every_steps, train.probe_every_steps)
+    return min(most, *(steps for steps in every if steps))
 
-    def placed(number: int) -> jax.Array:
+
+def spans(config: Config, start: int) -> Iterator[range]:
+    """Yields the steps of each dispatch of a run after step `start`, counted from 1."""
+    train, most = config.train, steps_per_dispatch(config)
+    while start < train.steps:
+        following = range(start + 1, min(start + most, train.steps) + 1)
+        due = (step for step in following if train.probes_at(step) or train.validates_at(step) or train.saves_at(step))
+        last = next(due, following[-1])
+        yield range(start + 1, last + 1)
+        start = last
+
+
+def batches(config: Config, inputs: Inputs, mesh: Mesh | None, start: int) -> Generator[Dispatch, None, None]:
+    """Yields what the dispatches of a run get, on its devices, from the step after `start` on, two prepared ahead.
+
+    A process reads the rows of its own devices. What reading raises surfaces at the dispatch of its step. Close the
+    generator if it may not be used up.
+    """
+    most = steps_per_dispatch(config)
+
+    def placed(steps: range) -> Dispatch:
+        numbers = range(steps.start - 1, steps.start - 1 + most)
+        count = place_whole(mesh, np.array(len(steps), np.int32))
         if inputs.task is not None:
-            return place_whole(mesh, np.array([config.data.seed, number], np.uint32))
-        return place_rows(mesh, config.train.batch_size, functools.partial(inputs.batch_rows, number))
+            return Dispatch(
+                steps, place_whole(mesh, np.array([(config.data.seed, n) for n in numbers], np.uint32)), count
+            )
 
-    numbers = iter(range(start, config.train.steps))
+        def read(first: int, last: int) -> np.ndarray:
+            rows = np.stack([inputs.batch_rows(number, first, last) for number in numbers[: len(steps)]], axis=1)
+            return np.pad(rows, [(0, 0), (0, most - len(steps)), (0, 0)])
+
+        return Dispatch(steps, place_rows(mesh, config.train.batch_size, read), count)
+
+    waiting = spans(config, start)
     with ThreadPoolExecutor(1, "batches") as pool:
-        ahead = deque(pool.submit(placed, number) for number in itertools.islice(numbers, _AHEAD))
+        ahead = deque(pool.submit(placed, steps) for steps in itertools.islice(waiting, _AHEAD))
         try:
             while ahead:
                 ready = ahead.popleft().result()
-                ahead.extend(pool.submit(placed, number) for number in itertools.islice(numbers, 1))
+                ahead.extend(pool.submit(placed, steps) for steps in itertools.islice(waiting, 1))
                 yield ready
         finally:
-            for waiting in ahead:
-                waiting.cancel()
+            for future in ahead:
+                future.cancel()

@@ -263,8 +263,7 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     more = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
 
     def probe(step: int, params: Any) -> Probed | None:
-        every = train.probe_every_steps
-        if step not in train.probe_steps and not (step > 0 and every > 0 and step % every == 0):
+        if not train.probes_at(step):
             return None
         if more is not None:
             more(step, params)

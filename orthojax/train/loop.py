@@ -44,7 +44,7 @@ def train(
       inputs: Its data, from `open_inputs`.
       workdir: Its folder.
       on_start: Called once with the number of steps already done.
-      on_step: Called with (step, loss in nats) after every step.
+      on_step: Called with (step, loss in nats) of every step, once those of its dispatch are known.
       on_line: Called with every line of metrics.jsonl.
 
     Raises:
@@ -64,7 +64,7 @@ def train(
             keep_tokenizer(workdir, inputs.tokenizer_path)
         step = int(state.step)
         # A run that was stopped at a step before it had validated does that first.
-        owed = _validates(config, step) and not from_primary(lambda: _is_validated(path, step))
+        owed = settings.validates_at(step) and not from_primary(lambda: _is_validated(path, step))
         on_start(step)
         if step >= settings.steps and not owed:
             return state
@@ -112,14 +112,9 @@ def _is_validated(path: Path, step: int) -> bool:
     return any(line["step"] == step and "validation_loss_nats" in line for line in read_metrics(path))
 
 
-def _validates(config: Config, step: int) -> bool:
-    every = config.train.eval_every_steps
-    return step > 0 and every > 0 and (step % every == 0 or step == config.train.steps)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The steps of a run, and what follows each: the log, validation, a checkpoint."""
+    """The dispatches of a run, and what follows each: the log, validation, a checkpoint."""
 
     config: Config
     inputs: Inputs
@@ -137,13 +132,14 @@ class _Run:
         with contextlib.closing(batches(self.config, self.inputs, self.program.mesh, step)) as stream:
             stopping = owed and self._is_stopped_in_validation(step, state)
             while not stopping and step < self.config.train.steps:
-                step += 1
-                state, metrics = self.program.step(state, next(stream))
+                dispatch = next(stream)
+                state, metrics = self.program.steps(state, dispatch.batches, dispatch.count)
+                step = dispatch.steps[-1]
                 self.checkpoints.check()
                 self.check_folder()
+                self.log.put(dispatch.steps, metrics, self.probe(step, state.params))  # waits for the one before
                 stopping = self.stop.check() is not None
-                self.log.put(step, metrics, self.probe(step, state.params))
-                if not stopping and _validates(self.config, step):
+                if not stopping and self.config.train.validates_at(step):
                     stopping = self._is_stopped_in_validation(step, state)
                 self._save(step, state, stopping=stopping)
         return state
@@ -167,9 +163,7 @@ class _Run:
 
     def _save(self, step: int, state: TrainState, *, stopping: bool) -> None:
         """Saves a checkpoint, if the schedule asks for it or the run stops after this step."""
-        settings = self.config.train
-        scheduled = step % settings.checkpoint_every_steps == 0 or step == settings.steps
-        if not scheduled and not stopping:
+        if not stopping and not self.config.train.saves_at(step):
             return
         self.log.flush()
         # The loss was that of the parameters before this step; those that are saved must be finite too.

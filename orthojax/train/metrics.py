@@ -38,7 +38,7 @@ def require_finite(what: str, step: int, value: float) -> None:
 
 
 class MetricLog:
-    """The log of one run, to which the metrics of a step come one step late, so that no device waits for the host."""
+    """The log of one run; metrics come one dispatch late, so that no device waits for the host."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class MetricLog:
         self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
         self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
-        self._pending: tuple[int, StepMetrics, Probed | None] | None = None
-        self._clock = (time.monotonic(), step)
+        self._pending: tuple[range, StepMetrics, Probed | None] | None = None
+        self._arrived = time.monotonic()  # when the metrics of the last dispatch came
+        self._clock = (self._arrived, step)  # of the last line
         self.param_norm = 0.0  # of the parameters after the last step that was handled
         self._file = None
         if path is not None:
@@ -96,33 +97,39 @@ class MetricLog:
         """Leaves the time inside out of tokens per second and MFU."""
         began = time.monotonic()
         yield
-        before, step = self._clock
-        self._clock = (before + time.monotonic() - began, step)
+        taken, (before, step) = time.monotonic() - began, self._clock
+        self._arrived, self._clock = self._arrived + taken, (before + taken, step)
 
-    def put(self, step: int, metrics: StepMetrics, probed: Probed | None = None) -> None:
-        """Takes the metrics of `step` and of the probe after it, on the device, and logs those of the step before."""
+    def put(self, steps: range, metrics: StepMetrics, probed: Probed | None = None) -> None:
+        """Takes the metrics of a dispatch and of the probe after it, on the device; logs those of the one before."""
         self.flush()
-        self._pending = (step, metrics, probed)
+        self._pending = (steps, metrics, probed)
 
     def flush(self) -> None:
         """Logs what is pending, and raises DivergedError if its loss or gradient is not finite."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        step, metrics, probed = pending
+        steps, metrics, probed = pending
         metrics, probed = jax.device_get((metrics, probed))
+        before, self._arrived = self._arrived, time.monotonic()
+        for i, (step, *values) in enumerate(zip(steps, *(column.tolist() for column in metrics), strict=False), 1):
+            # The steps of a dispatch share its time evenly.
+            self._handle(step, StepMetrics(*values), before + (self._arrived - before) * i / len(steps))
+        if probed is not None:
+            self.write({"step": steps[-1]} | probe_metrics(probed))
+
+    def _handle(self, step: int, metrics: StepMetrics, now: float) -> None:
         loss, grad_norm = float(metrics.loss_sum_nats) / float(metrics.target_tokens), float(metrics.grad_norm)
         self.param_norm = float(metrics.param_norm)
         require_finite("loss", step, loss)
         require_finite("norm of the gradient", step, grad_norm)
         if step % self._train.log_every_steps == 0 or step in (1, self._train.steps):
-            self.write(self._line(step, loss, grad_norm, metrics))
-        if probed is not None:
-            self.write({"step": step} | probe_metrics(probed))
+            self.write(self._line(step, loss, grad_norm, metrics, now))
         self._on_step(step, loss)
 
-    def _line(self, step: int, loss: float, grad_norm: float, metrics: StepMetrics) -> dict[str, Any]:
-        now, (before, at) = time.monotonic(), self._clock
+    def _line(self, step: int, loss: float, grad_norm: float, metrics: StepMetrics, now: float) -> dict[str, Any]:
+        before, at = self._clock
         self._clock = (now, step)
         tokens, update_norm = int(metrics.target_tokens), float(metrics.update_norm)
         rate = (step - at) * tokens / max(now - before, 1e-9)

@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of one step, all shape=(); norms are those of all parameters together."""
+    """The metrics of one step, all shape=(), or of several; norms are those of all parameters together."""
 
     loss_sum_nats: jax.Array
     target_tokens: jax.Array
@@ -51,8 +51,10 @@ class StepMetrics(NamedTuple):
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
 LossSum = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]  # (params, tokens) -> (loss sum, target count)
 Draw = Callable[[jax.Array], jax.Array]  # uint32 [2], (seed, number of the batch) -> tokens
-# The array is tokens int32 [B, T + 1], or what they are drawn from.
-TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
+TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]  # of tokens int32 [B, T + 1]
+# (state, tokens int32 [B, K, T + 1] or uint32 [K, 2] from which they are drawn, number n of steps up to K) ->
+# (state, metrics [K], of which n count)
+TrainSteps = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, StepMetrics]]
 
 
 def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
@@ -119,7 +121,7 @@ def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: 
     return jax.lax.scan(add, zeros, rows)[0]
 
 
-def jit_train_step(
+def make_pure_step(
     loss_sum: LossSum,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -127,11 +129,8 @@ def jit_train_step(
     accumulation_steps: int = 1,
     mesh: Mesh | None = None,
     shardings: TrainState | None = None,
-    draw: Draw | None = None,
 ) -> TrainStep:
-    """Builds the jitted step (state, tokens int32 [B, T + 1]) -> (state, metrics); the state is donated.
-
-    With `draw` it is a step (state, uint32 [2]) that draws its tokens by itself.
+    """Makes the step (state, tokens int32 [B, T + 1]) -> (state, metrics), to be jitted.
 
     Args:
       loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio.
@@ -140,7 +139,6 @@ def jit_train_step(
       accumulation_steps: Parts of a batch that go through the model one after the other.
       mesh: That of the shardings of the state.
       shardings: Of the state, on a mesh.
-      draw: (seed, number of the batch) -> tokens.
     """
 
     def like_params(grads):
@@ -157,8 +155,6 @@ def jit_train_step(
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
         with traced_in_mesh(mesh):
-            if draw is not None:
-                tokens = constrain(draw(tokens), ROWS)
             if accumulation_steps == 1:
                 (_, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
                 grads = like_params(grads)
@@ -178,11 +174,64 @@ def jit_train_step(
             )
         return TrainState(state.step + 1, params, opt_state), metrics
 
+    return train_step
+
+
+def _jit(function: Callable[..., Any], mesh: Mesh | None, shardings: TrainState | None, *given: PartitionSpec) -> Any:
+    """Jits (state, *arrays) -> (state, metrics), whose state is donated; `given` are the specs of the arrays."""
     if mesh is None:
-        return jax.jit(train_step, donate_argnums=0)
-    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, ROWS)
-    batch = rows if draw is None else whole
-    return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, batch), out_shardings=(shardings, whole))
+        return jax.jit(function, donate_argnums=0)
+    whole, arrays = NamedSharding(mesh, PartitionSpec()), (NamedSharding(mesh, spec) for spec in given)
+    return jax.jit(function, donate_argnums=0, in_shardings=(shardings, *arrays), out_shardings=(shardings, whole))
+
+
+def jit_train_step(
+    loss_sum: LossSum,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    mesh: Mesh | None = None,
+    shardings: TrainState | None = None,
+    **options: Any,
+) -> TrainStep:
+    """Builds the jitted `make_pure_step` of the same arguments; the state is donated."""
+    step = make_pure_step(loss_sum, optimizer, schedule, mesh=mesh, shardings=shardings, **options)
+    return _jit(step, mesh, shardings, ROWS)
+
+
+def jit_train_steps(
+    step: TrainStep, *, mesh: Mesh | None = None, shardings: TrainState | None = None, draw: Draw | None = None
+) -> TrainSteps:
+    """Builds the jitted loop over a pure step; the state is donated.
+
+    How many steps it takes is an argument, so that one program serves all numbers, and their bits are the same.
+
+    Args:
+      step: From `make_pure_step`.
+      mesh: That of the shardings of the state.
+      shardings: Of the state, on a mesh.
+      draw: (seed, number of the batch) -> tokens; without it tokens are given.
+    """
+
+    def train_steps(state: TrainState, batches: jax.Array, count: jax.Array) -> tuple[TrainState, StepMetrics]:
+        if draw is not None:
+            with traced_in_mesh(mesh):  # all of them at once: a draw goes from position to position
+                batches = constrain(jax.vmap(draw, out_axes=1)(batches), ROWS)
+        if batches.shape[1] == 1 and jax.default_backend() != "cpu":
+            # A GPU asks the host whether a loop goes on, which could then not run ahead of it.
+            state, metrics = step(state, batches[:, 0])
+            return state, jax.tree.map(lambda x: x[None], metrics)
+
+        def body(i: jax.Array, carry: tuple[TrainState, StepMetrics]) -> tuple[TrainState, StepMetrics]:
+            state, metrics = once(carry[0], jax.lax.dynamic_index_in_dim(batches, i, axis=1, keepdims=False))
+            return state, jax.tree.map(lambda all_steps, x: all_steps.at[i].set(x), carry[1], metrics)
+
+        once: Any = jax.jit(step)  # traced once, for shapes and loop
+        _, shapes = jax.eval_shape(once, state, batches[:, 0])
+        empty = jax.tree.map(lambda x: jnp.zeros((batches.shape[1], *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, count, body, (state, empty))
+
+    return _jit(train_steps, mesh, shardings, ROWS if draw is None else PartitionSpec(), PartitionSpec())
 
 
 class Program(NamedTuple):
@@ -193,6 +242,7 @@ class Program(NamedTuple):
     shardings: TrainState | None  # of NamedSharding, on a mesh
     init: Callable[[jax.Array], TrainState]  # jitted: key -> the state before the first step, on the mesh
     step: TrainStep  # jitted
+    steps: TrainSteps  # jitted
 
 
 def require_attention(model: ModelConfig) -> None:
@@ -205,7 +255,7 @@ def require_attention(model: ModelConfig) -> None:
 def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     """Builds a run's model, optimizer and jitted functions; runs that agree in what is passed on share them.
 
-    Given a task, the step draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
+    Given a task, `steps` draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
 
     Raises:
       UserError: As `make_mesh`.
@@ -261,18 +311,12 @@ def _build(
         (task, batch_size), (seed, number) = drawn, seed_and_number
         return task.batch(number, batch_size, length, seed)
 
-    step = jit_train_step(
-        loss_sum,
-        optimizer,
-        schedule,
-        accumulation_steps=accumulation_steps,
-        mesh=mesh,
-        shardings=shardings,
-        draw=draw if drawn else None,
-    )
+    placed: Any = {"mesh": mesh, "shardings": shardings}
+    step = make_pure_step(loss_sum, optimizer, schedule, accumulation_steps=accumulation_steps, **placed)
+    steps_of = jit_train_steps(step, **placed, draw=draw if drawn else None)
     # With out_shardings the state is never whole on one device.
     jitted_init = jax.jit(init) if mesh is None else jax.jit(init, out_shardings=shardings)
-    return Program(mesh, optimizer, shardings, jitted_init, step)
+    return Program(mesh, optimizer, shardings, jitted_init, _jit(step, mesh, shardings, ROWS), steps_of)
 
 
 def state_shapes(config: Config) -> TrainState:
