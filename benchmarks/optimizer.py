@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from comparing import compare, parsed_arguments, show, tree_bytes
 
-from orthojax import Rotation, gpt2, orthoadam
+from orthojax import ModelConfig, Rotation, gpt2, orthoadam
+from orthojax.commands.cli import keep_freed_memory
 from orthojax.model import parameter_shapes
 
 TINY = {"d_model": 16, "d_mlp": 32, "num_heads": 2, "num_layers": 1, "vocab_size": 64, "max_length": 16}
@@ -49,30 +50,33 @@ def stepper(optimizer: optax.GradientTransformation, params: Any, gradients: Any
     return call, shapes
 
 
+def models(tiny: bool) -> dict[str, ModelConfig]:
+    """Returns the models whose parameters are updated, by name."""
+    if tiny:
+        return {"tiny": gpt2("tiny", **TINY)}
+    if jax.default_backend() == "cpu":  # Muon and Haar matrices are slow there: two layers show the ratio
+        return {"main job": gpt2("tiny", scan_layers=False), "130m": gpt2("130m", num_layers=2, vocab_size=8192)}
+    return {"130m": gpt2("130m")}
+
+
 def main() -> None:
-    arguments = parsed_arguments(__doc__ or "")
-    if arguments.tiny:
-        model = gpt2("tiny", **TINY)
-    elif jax.default_backend() == "cpu":  # Muon and Haar matrices are slow there: two layers show the ratio
-        model = gpt2("130m", num_layers=2, vocab_size=8192)
-    else:
-        model = gpt2("130m")
-    shapes, key = parameter_shapes(model), jax.random.key(0)
-    params, gradients = (
-        jax.tree.map(lambda leaf, scale=scale: scale * jax.random.normal(key, leaf.shape, leaf.dtype), shapes)
-        for scale in (0.02, 1e-3)
-    )
-    steps, states = {}, {}
-    for name, optimizer in optimizers(model.d_model).items():
-        steps[name], states[name] = stepper(optimizer, params, gradients)
-    reference = tree_bytes(states["optax.adamw"])
-    rows = [
-        {"optimizer": name, **measured, "state_bytes_ratio": tree_bytes(states[name]) / reference}
-        for name, measured in compare(steps, arguments.repeats).items()
-    ]
-    millions = sum(leaf.size for leaf in jax.tree.leaves(shapes)) / 1e6
-    title = f"One optimizer step of GPT-2 with {millions:.3g}M parameters against optax.adamw: median ratio, quartiles"
-    show(title, rows, arguments.json)
+    arguments, rows, key = parsed_arguments(__doc__ or ""), [], jax.random.key(0)
+    keep_freed_memory()
+    for of, model in models(arguments.tiny).items():
+        shapes = parameter_shapes(model)
+        params, gradients = (
+            jax.tree.map(lambda leaf, scale=scale: scale * jax.random.normal(key, leaf.shape, leaf.dtype), shapes)
+            for scale in (0.02, 1e-3)
+        )
+        steps, states = {}, {}
+        for name, optimizer in optimizers(model.d_model).items():
+            steps[name], states[name] = stepper(optimizer, params, gradients)
+        reference = tree_bytes(states["optax.adamw"])
+        about = {"model": of, "million_parameters": sum(leaf.size for leaf in jax.tree.leaves(shapes)) / 1e6}
+        for name, measured in compare(steps, arguments.repeats).items():
+            state = tree_bytes(states[name]) / reference
+            rows.append(about | {"optimizer": name, **measured, "state_bytes_ratio": state})
+    show("One optimizer step against optax.adamw: median ratio, quartiles", rows, arguments.json)
 
 
 if __name__ == "__main__":
