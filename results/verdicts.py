@@ -5,9 +5,9 @@ included, and exits with 1 if any differs. With --write it writes verdicts.json,
 committed figures, and docs/claims.md.
 """
 
+import functools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,17 @@ def folder(study: Study, scale: str) -> Path:
     return RESULTS / ("" if scale == "tiny" else scale) / study.name
 
 
-def committed() -> Iterator[tuple[Study, str, Results]]:
-    """Yields every study and scale with committed results; without own numbers they are of Table 2's runs."""
+@functools.cache
+def committed() -> list[tuple[Study, str, Results]]:
+    """Returns every study and scale with committed results; without own numbers they are of Table 2's runs."""
+    found = []
     for study in ALL:
         for scale in study.scales:
             own = folder(study, scale)
             source = own if (own / "results.json").exists() else own.parent / "table2"
             if own.exists() and source.exists():
-                yield study, scale, read_results(study, source)
+                found.append((study, scale, read_results(study, source)))
+    return found
 
 
 def verdicts() -> dict[str, dict[str, str]]:
@@ -54,11 +57,6 @@ def with_committed_pictures(results: Results) -> Report:
     made = make_report(results)
     figures = folder(results.study, results.scale) / "figures"
     return made._replace(pictures=[of for of in made.pictures if (figures / f"{of.name}.svg").exists()])
-
-
-def report(results: Results) -> str:
-    """Returns the report in Markdown."""
-    return markdown(with_committed_pictures(results))
 
 
 def claims() -> str:

@@ -1,14 +1,12 @@
 """The benchmarks run, with tiny shapes, and print ratios."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from small_runs import ROOT, cpu_environment
 
-ROOT = Path(__file__).parent.parent
 COMPARED = {
     "attention": {"softmax", "softmax1", "learned sink", "softmax of jax.nn"},
     "optimizer": {"optax.adamw", "orthoadam, hadamard", "orthoadam, haar", "optax.contrib.muon"},
@@ -18,8 +16,8 @@ COMPARED = {
 
 
 def run(script, *arguments):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / script), "--tiny", "--repeats=2", *arguments]
+    environment = cpu_environment()
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
 
 

@@ -1,12 +1,15 @@
 """`orthojax compare`: fields that differ, how runs ended, curves, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from test_commands import run
 from tiny_run import TINY
 
+from orthojax.commands import compare as command
 from orthojax.config import replace, to_json
+from orthojax.errors import UserError
 
 LINES = [
     {"step": 1, "loss_nats": 3.0, "learning_rate": 0.02, "grad_norm": 1.0, "tokens_per_second": 10.0},
@@ -49,13 +52,22 @@ def test_runs_are_compared(tmp_path):
     assert drawn == {"loss_nats_by_step", "grad_norm_by_step"}
 
 
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """The command in this process, with arguments that are parsed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "FLAGS", SimpleNamespace(workdir="report"))
+    return lambda *arguments: command.main(list(arguments))
+
+
 @pytest.mark.parametrize(
     ("changes", "says", "differ"),
     [({"eval.sequences": 8}, "evaluations differ", True), ({}, "Their configs are the same.", False)],
 )
-def test_other_evaluations_and_equal_configs_are_pointed_out(tmp_path, changes, says, differ):
+def test_other_evaluations_and_equal_configs_are_pointed_out(tmp_path, compare, capsys, changes, says, differ):
     made(tmp_path / "a"), made(tmp_path / "b", changes)
-    printed = run("compare", "a", "b", cwd=tmp_path).stdout
+    compare("a", "b")
+    printed = capsys.readouterr().out
     assert says in printed
     assert ("Fields of the config" in printed) == differ
 
@@ -63,14 +75,22 @@ def test_other_evaluations_and_equal_configs_are_pointed_out(tmp_path, changes, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "0 arguments"),
         (["a"], "only one run"),
         (["a", "missing"], "missing"),
         (["a", "a"], "'a'"),
         (["a", "damaged"], "evaluation.json"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path, arguments, says):
+def test_wrong_arguments_are_refused(tmp_path, compare, arguments, says):
+    made(tmp_path / "a"), made(tmp_path / "damaged", evaluation=[])
+    with pytest.raises(UserError, match=says) as refused:
+        compare(*arguments)
+    assert len(str(refused.value).splitlines()) <= 3
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(("arguments", "says"), [([], "0 arguments"), (["a", "damaged"], "evaluation.json")])
+def test_refusals_end_the_command(tmp_path, arguments, says):
     made(tmp_path / "a"), made(tmp_path / "damaged", evaluation=[])
     done = run("compare", *arguments, cwd=tmp_path)
     assert done.returncode == 2

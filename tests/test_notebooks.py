@@ -1,15 +1,13 @@
 """Notebooks run from their first cell to their last, and print the kind of thing that they hold as outputs."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from small_runs import ROOT, cpu_environment
 
-ROOT = Path(__file__).parents[1]
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 LARGEST_BYTES = 100_000
 
@@ -34,7 +32,7 @@ def run(name, tmp_path, **replaced):
     for word, value in replaced.items():
         code, found = re.subn(rf"^{word} = .*$", f"{word} = {value}", code, flags=re.MULTILINE)
         assert found == 1
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    environment = cpu_environment(MPLBACKEND="agg")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
