@@ -236,6 +236,7 @@ def test_losses_are_those_of_one_device(family, optimizer, mesh):
     np.testing.assert_allclose(got_norms, norms, rtol=1e-4)
 
 
+SOAP = "orthojax.experiments.ours.soap:soap"
 SMALL = replace(CONFIG, {"model.num_layers": 1, "model.scan_layers": False})
 
 
@@ -254,7 +255,7 @@ def test_losses_and_parameters_on_three_axes_briefly():
         {"optim.rotation.kind": "haar"},
         {"optim.optimizer": "lion", "optim.rotated": True},
         {"optim.optimizer": "muon"},
-        {"optim.optimizer": "orthojax.experiments.ours.soap:soap"},
+        {"optim.optimizer": SOAP},
         {"model.remat": True, "model.normalizer": "learned_sink", "model.gated_attention": True},
         {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},
     ],
@@ -262,11 +263,11 @@ def test_losses_and_parameters_on_three_axes_briefly():
 )
 def test_other_optimizers_and_models_on_all_three_axes(changes):
     config = replace(CONFIG, changes)
-    steps = 12 if changes.get("optim.optimizer") == "soap" else 6  # until it has improved its basis
+    steps = 12 if changes.get("optim.optimizer") == SOAP else 6  # until it has improved its basis
     want, _, _ = on_one_device(config, steps)
     got, _, _ = run(on(config, 2, 2, 2), steps)
     # The first gradient of a kernel that is not square has a null space, whose basis rounding decides.
-    tolerance = {"lion": 5e-5, "soap": 3e-3}.get(changes.get("optim.optimizer"), 1e-5)
+    tolerance = {"lion": 5e-5, SOAP: 3e-3}.get(changes.get("optim.optimizer"), 1e-5)
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 

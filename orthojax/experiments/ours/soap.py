@@ -109,7 +109,8 @@ def scale_by_soap(
         return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
     def init_fn(params: optax.Params) -> SoapState:
-        gram = jax.tree.map(jnp.zeros_like, grams(params))
+        # Of a tree without leaves an array, not an empty dict: optax.tree.map_params must see a non-parameter.
+        gram: Any = jax.tree.map(jnp.zeros_like, grams(params)) if jax.tree.leaves(params) else jnp.zeros((1, 1))
         basis = jax.tree.map(lambda g: jnp.broadcast_to(jnp.eye(g.shape[-1], dtype=g.dtype), g.shape), gram)
         zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return SoapState(jnp.zeros((), jnp.int32), basis, gram, *zeros)
