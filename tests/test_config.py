@@ -140,7 +140,7 @@ BAD_OVERRIDES = [
     *(("model.max_length", "32", "max_length=32"), ("data.bos_tokens", "3", "0 | 1 | 2")),
     *(("optim.warmup_steps", "1000", "train.steps=1000"), ("train.steps", "50", "optim.warmup_steps=100")),
     *(("data.kind", "text", "data.paths"), ("data.kind", "tokens", "TRAIN"), ("data.paths", "a.txt", "embedded")),
-    ("data.repeated_share", "1.5", "repeated_share"),
+    *(("data.repeated_share", "1.5", "repeated_share"), ("optim.muon_embeddings", "adam", "optimizer 'muon'")),
 ]
 
 
@@ -159,6 +159,15 @@ def test_no_field_takes_a_number_that_no_array_can_hold():
     assert replace(Config(), {"train.seed": 2**32 - 1, "optim.rotation.seed": "4294967295"}).train.seed == 2**32 - 1
     for path, value in {"model.d_model": 2**20 + 4, "model.num_layers": 10**6, "data.sequence_length": 2**25}.items():
         refusal(replace, Config(), {path: value, "model.position": "none"})
+
+
+def test_orthoadam_on_the_embeddings_of_muon_needs_one_rotation_of_them():
+    config = replace(Config(), {"optim.optimizer": "muon", "optim.muon_embeddings": "orthoadam"})
+    assert config.optim.has_rotation
+    assert not config.optim.is_rotated
+    assert config.seeded_optim.rotation.seed == config.train.seed
+    for path, value in {"optim.rotated": "true", "optim.rotation.embeddings": "false"}.items():
+        assert path in refusal(replace, config, {path: value})[0]
 
 
 # Configs built in Python are held to the same types as overrides.

@@ -255,6 +255,7 @@ def test_losses_and_parameters_on_three_axes_briefly():
         {"optim.rotation.kind": "haar"},
         {"optim.optimizer": "lion", "optim.rotated": True},
         {"optim.optimizer": "muon"},
+        {"optim.optimizer": "muon", "optim.muon_embeddings": "orthoadam", "model.tie_embeddings": False},
         {"optim.optimizer": SOAP},
         {"model.remat": True, "model.normalizer": "learned_sink", "model.gated_attention": True},
         {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},

@@ -280,6 +280,53 @@ def test_three_steps_equal_a_chain_built_by_hand(name):
     assert moment is None or f"{config.optimizer}/{moment}/layers_0/mlp/input/kernel" in by_path(state)
 
 
+@pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
+def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
+    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain."""
+    shape = {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
+    shape |= {"layers_0": TREE["layers_0"], "head": {"kernel": (4, 6)}}
+    config = OptimConfig(
+        optimizer="muon", momentum=0.7, b1=0.8, b2=0.95, eps=1e-6, learning_rate=0.01, clip_norm=None, warmup_steps=0,
+        muon_embeddings=of_tables, rotation=RotationConfig(seed=0),
+    )  # fmt: skip
+
+    def gradients(seed):
+        draw = lambda shape: np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)  # noqa: E731
+        return jax.tree.map(draw, shape, is_leaf=lambda x: isinstance(x, tuple))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def updates(optimizer, seen):
+        state = optimizer.init(seen[0])
+        for gradient in seen:
+            found, state = optimizer.update(gradient, state, seen[0])
+        return found
+
+    seen = [gradients(seed) for seed in range(3)]
+    rate = optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t))
+    own = {
+        "adam": ADAM,
+        "muon": optax.chain(MUON, optax.scale(-1.0)),
+        "orthoadam": optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION)),
+    }
+    paths = by_path(seen[0])
+    tables = [path for path in paths if path.partition("/")[0] in ("token_embedding", "position_embedding", "head")]
+    expected = {path: of_tables if of_tables and path in tables else "adam" for path in paths}
+    expected["layers_0/mlp/input/kernel"] = "muon"
+    expected["head/kernel"] = of_tables or "muon"
+    found = by_path(updates(optimizer_of(config, 10), seen))
+    for path, name in expected.items():
+        keys = path.split("/")
+
+        def alone(gradient, keys=keys):
+            for key in reversed(keys):
+                gradient = {key: gradient}
+            return gradient
+
+        subtrees = [alone(by_path(gradient)[path]) for gradient in seen]
+        wanted = by_path(updates(optax.chain(own[name], rate), subtrees))[path]
+        np.testing.assert_allclose(found[path], wanted, rtol=1e-6, atol=1e-8, err_msg=f"{path} by {name}")
+
+
 @pytest.mark.parametrize("name", ["no.such.module:adam", "optax:no_such_function"])
 def test_an_optimizer_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UserError, match=name):

@@ -46,8 +46,8 @@ class OptimConfig:
 
     Attributes:
       optimizer: `adam` is AdamW if `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say); `muon`
-        treats embeddings and vectors with Adam. Any other one is named as `module:function`: a function of this config
-        that returns an optax transformation without learning rate and weight decay, such as
+        treats vectors with Adam, and embeddings as `muon_embeddings` says. Any other one is named as `module:function`:
+        a function of this config that returns an optax transformation without learning rate and weight decay, such as
         `orthojax.experiments.ours.soap:soap`.
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam`, which is `adam` with this, always does.
       learning_rate: Peak learning rate.
@@ -57,6 +57,9 @@ class OptimConfig:
       b2: Decay of the second moment, where there is one (of Lion: of its momentum).
       eps: Added to the root of the second moment.
       momentum: Of `sgd` and `muon`; 0 for plain SGD.
+      muon_embeddings: Of `muon`: the optimizer of the embeddings and the head. OSP, arXiv 2506.19697, compares `muon`,
+        there for all matrices, and `adam`; `orthoadam` is Adam in the basis of `rotation`, along d_model. None is Adam
+        for embeddings and Muon for an untied head.
       weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other that is `rotated`.
@@ -73,6 +76,7 @@ class OptimConfig:
     b2: float = 0.999
     eps: float = 1e-8
     momentum: float = 0.0
+    muon_embeddings: Literal["muon", "adam", "orthoadam"] | None = None
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
     rotation: RotationConfig = RotationConfig()
@@ -96,11 +100,27 @@ class OptimConfig:
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
             "0, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
         )
+        chosen = f"optim.muon_embeddings={self.muon_embeddings!r}"
+        require(
+            self.muon_embeddings is None or self.optimizer == "muon",
+            f"{chosen} is not read by optim.optimizer={self.optimizer!r}",
+            "none, or optimizer 'muon'",
+        )
+        require(
+            self.muon_embeddings != "orthoadam" or (self.rotation.embeddings and not self.rotated),
+            f"{chosen} with optim.rotated={self.rotated}, optim.rotation.embeddings={self.rotation.embeddings}",
+            "optim.rotated=false, which rotates all parameters, and optim.rotation.embeddings=true",
+        )
 
     @property
     def is_rotated(self) -> bool:
         """True if the optimizer runs in the basis of `rotation`."""
         return self.rotated or self.optimizer == "orthoadam"
+
+    @property
+    def has_rotation(self) -> bool:
+        """True if the optimizer, or that of the embeddings alone, runs in the basis of `rotation`."""
+        return self.is_rotated or self.muon_embeddings == "orthoadam"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +394,7 @@ class Config:
     @property
     def seeded_optim(self) -> OptimConfig:
         """Returns `optim`, with the run's seed for a rotation that has none of its own."""
-        if not self.optim.is_rotated or self.optim.rotation.seed is not None:
+        if not self.optim.has_rotation or self.optim.rotation.seed is not None:
             return self.optim
         return dataclasses.replace(self.optim, rotation=dataclasses.replace(self.optim.rotation, seed=self.train.seed))
 

@@ -161,7 +161,7 @@ def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
     """Returns shardings of the optimizer's moments: those of the parameters, also split over `data` (ZeRO stage 1)."""
     if jax.tree.leaves(shardings)[0].mesh.shape["data"] == 1:
         return shardings
-    rotation = make_rotation(optim.rotation) if optim.is_rotated else Rotation("identity")
+    rotation = make_rotation(optim.rotation) if optim.has_rotation else Rotation("identity")
     return zero1(rotation, shapes, shardings)
 
 

@@ -13,7 +13,7 @@ import optax.contrib
 
 from orthojax.config import OptimConfig, RotationConfig
 from orthojax.errors import UserError
-from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, rotate, scale_by_orthoadam, warmup_cosine
+from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, leaf_path, rotate, scale_by_orthoadam, warmup_cosine
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
@@ -87,12 +87,18 @@ def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     return warmup_cosine(config.learning_rate, config.warmup_steps, steps, config.final_learning_rate_fraction)
 
 
-def _muon(config: OptimConfig) -> optax.GradientTransformation:
-    """Makes Muon on kernels, Adam on embeddings and vectors; updates of both have Adam's usual size, 0.2 RMS."""
+def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
+    """Makes Muon on kernels, Adam on vectors, and what the config asks for on embeddings and the head.
+
+    Updates of all have Adam's usual size, 0.2 RMS.
+    """
 
     def labels(params: optax.Params) -> optax.Params:
         def of(path: tuple[Any, ...], _: Any) -> str:
-            return "muon" if str(path[-1].key) == "kernel" else "adam"
+            module, _, name = leaf_path(path).rpartition("/")
+            if config.muon_embeddings and module in _TABLES:
+                return config.muon_embeddings
+            return "muon" if name == "kernel" else "adam"
 
         return jax.tree_util.tree_map_with_path(of, params)
 
@@ -105,7 +111,11 @@ def _muon(config: OptimConfig) -> optax.GradientTransformation:
 
     muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    return optax.partition({"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}, labels)
+    parts = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
+    if config.muon_embeddings == "orthoadam":
+        rotation = make_rotation(config.rotation, layout)
+        parts["orthoadam"] = scale_by_orthoadam(config.b1, config.b2, config.eps, rotation=rotation)
+    return optax.partition(parts, labels)
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
@@ -119,7 +129,7 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
         "rmsprop": lambda: optax.scale_by_adam(0.0, b2, eps),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
         "lion": lambda: optax.scale_by_lion(b1, b2),
-        "muon": lambda: _muon(config),
+        "muon": lambda: _muon(config, layout),
     }
     make = scalings.get(config.optimizer) or functools.partial(imported("optim.optimizer", config.optimizer), config)
     scaling = make()

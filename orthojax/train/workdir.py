@@ -85,7 +85,7 @@ def require_same_config(config: Config, before: Config, where: Path) -> None:
     """
     decides = fields_affecting(Config, "numbers", "start")
     changed = {path: value for path, value in sorted(changed_fields(before, config).items()) if path in decides}
-    if not (before.optim.is_rotated or config.optim.is_rotated):
+    if not (before.optim.has_rotation or config.optim.has_rotation):
         changed = {path: value for path, value in changed.items() if not path.startswith("optim.rotation.")}  # not read
     if not changed:
         return
