@@ -15,7 +15,7 @@ from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
 NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": SINK, "relu": "relu"}
-NORMALIZERS |= {"gelu": "gelu", "sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2)}
+NORMALIZERS |= {"gelu": "gelu", "sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2), "softpick": "softpick"}
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -50,6 +50,9 @@ def weights(x, sees, normalizer):
         return x * phi / np.maximum(sees.sum(-1, keepdims=True), 1)
     if isinstance(normalizer, str) and normalizer == "sigmoid":
         return sees / (1.0 + np.exp(-x))
+    if isinstance(normalizer, str) and normalizer == "softpick":
+        x = np.expm1(np.where(sees, x, 0.0))
+        return np.maximum(x, 0.0) / (np.abs(x).sum(-1, keepdims=True) + 1e-8)
     sink = -np.inf
     if isinstance(normalizer, str):
         sink = {"softmax": -np.inf, "softmax1": 0.0}[normalizer]

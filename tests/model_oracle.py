@@ -93,6 +93,8 @@ def _np_attention(config, x, p, given, layer):
         query, key, value = (_np_linear(x, p[name]).reshape(T, -1, width) for name, width in widths.items())
     if config.position == "rotary":
         query, key = _np_rotary(query, config), _np_rotary(key, config)
+    if config.gated_attention == "value":
+        value = value / (1.0 + np.exp(-_np_linear(value.reshape(T, -1), p["gate"])))[..., None]
     if given.first_value_scale is not None:
         value[0] *= given.first_value_scale[layer][:, None]
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
@@ -106,8 +108,8 @@ def _np_attention(config, x, p, given, layer):
         share = given.forced_share[layer].reshape(N, -1, 1)
         weights = (1.0 - share) * weights + share * forced
     heads = np.einsum("NTS,SNH->TNH", weights, v)
-    if config.gated_attention:
-        heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"])))[..., None]
+    if config.gated_attention in (True, "elementwise"):
+        heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"]).reshape(T, N, -1)))
     if given.head_scale is not None:
         heads = heads * given.head_scale[layer][:, None]
     written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, v.shape[-1], -1))

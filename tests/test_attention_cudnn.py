@@ -262,6 +262,7 @@ def test_the_bias_has_a_gradient_if_wanted(wanted, mask, has_gradient):
     ("options", "problem"),
     [
         ({"normalizer": "relu"}, "'relu'"),
+        ({"normalizer": "softpick"}, "'softpick'"),
         ({"scale": jnp.float32(0.5)}, "scale"),
         ({"logits_soft_cap": 50.0}, "soft cap"),
         ({"local_window_size": (-1, 0)}, "window"),

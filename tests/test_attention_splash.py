@@ -178,6 +178,7 @@ def test_remat_that_keeps_attn_out_runs_attention_once():
         ({"bias": jnp.zeros((1, 1, 128, 128))}, "bias=None"),
         ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "mask"),
         ({"normalizer": "relu"}, "'relu'"),
+        ({"normalizer": "softpick"}, "'softpick'"),
         ({"scale": jnp.ones((4, 1, 1))}, "scale"),
         ({"local_window_size": (3, -1)}, "window"),
         ({"dtypes": [jnp.bfloat16, jnp.float32, jnp.float32]}, "bfloat16, float32"),

@@ -315,6 +315,14 @@ def test_every_field_says_what_it_affects():
     assert "remat" in fields_affecting(ModelConfig, "computation", "nothing")
 
 
+def test_gates_are_switches_or_named():
+    for text, value in {"true": True, "false": False, "elementwise": "elementwise", "value": "value"}.items():
+        config = replace(Config(), {"model.gated_attention": text})
+        assert config.model.gated_attention == value
+        assert from_json(Config, to_json(config)) == config
+    assert "true | false, or elementwise | value" in refusal(replace, Config(), {"model.gated_attention": "head"})[1]
+
+
 def test_optional_groups_take_overrides_and_go_through_json():
     config = replace(Config(), {"model.rope.scaling": "linear", "model.rope.factor": "2", "model.latent.d_rotary": 8})
     assert config.model.rope == RopeConfig(scaling="linear", factor=2.0)

@@ -68,12 +68,18 @@ CASES = {
     "gelu": {"position": "learned", "attention_window": 3, "attention_implementation": "xla_chunked"},
     "sigmoid": {"position": "learned", "attention": (False, True), "mlp": ("gelu", "none"), **UNROLLED},
     "clipped_softmax": {"position": "rotary", "attention_window": 4, "relaxed_causal_tokens": 3, "qk_norm": "all"},
+    "softpick": {"position": "rotary", "num_kv_heads": 2, "gated_attention": "value", "use_bias": True},
 }
 
 
 @pytest.mark.parametrize("normalizer", quick_and_slow(CASES, ("softmax", "gelu")))
 def test_cached_logits_equal_uncached(normalizer):
     assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | CASES[normalizer], normalizer=normalizer))
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_cached_logits_of_gated_channels_equal_uncached(position):
+    assert_cached_equals_uncached(ModelConfig(**SMALL | EASY, position=position, gated_attention="elementwise"))
 
 
 def test_cached_logits_of_latent_attention_equal_uncached():

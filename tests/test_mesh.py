@@ -259,6 +259,8 @@ def test_losses_and_parameters_on_three_axes_briefly():
         {"optim.optimizer": SOAP},
         {"model.remat": True, "model.normalizer": "learned_sink", "model.gated_attention": True},
         {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},
+        {"model.normalizer": "softpick", "model.gated_attention": "value"},
+        {"model.gated_attention": "elementwise"},
     ],
     ids=str,
 )

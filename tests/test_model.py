@@ -45,6 +45,7 @@ LATENT_AND_EXPERTS = dataclasses.replace(
     experts=ExpertsConfig(num_experts=6, per_token=2, num_shared=2, d_expert=5, scale=1.5),
 )  # fmt: skip
 NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"]
+NORMALIZERS += ["softpick"]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
 
 
@@ -76,6 +77,12 @@ ORACLE_CONFIGS = {
     "gated relu": dataclasses.replace(
         GPT2, gated_attention=True, normalizer="relu", mlp="relu", norm="layernorm_nonparametric"
     ),
+    "a gate for each channel": dataclasses.replace(LLAMA2, gated_attention="elementwise", normalizer="softpick"),
+    "gated values": dataclasses.replace(
+        LLAMA2, num_kv_heads=2, gated_attention="value", use_bias=True, relaxed_causal_tokens=2
+    ),
+    "gated values of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="value"),
+    "gated channels of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
@@ -96,7 +103,10 @@ ORACLE_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, ("llama2", "latent attention and experts")))
+REPEATED = ("llama2", "latent attention and experts", "gated values of latents", "gated channels of latents")
+
+
+@pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, REPEATED))
 def test_model_and_taps_equal_the_float64_oracle(name):
     config = ORACLE_CONFIGS[name]
     params = random_params(config)

@@ -19,6 +19,7 @@ from orthojax.ops.normalizers import (
     softmax1,
     softmax_n,
     softmax_with_sink,
+    softpick,
 )
 
 SINK = 0.75  # the same number in every dtype
@@ -26,7 +27,7 @@ WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK
 HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
 CLIPPED = lambda x, axis=-1, where=None: clipped_softmax(x, -0.1, 1.2, axis, where)  # noqa: E731
 ALL = {"softmax": softmax, "softmax1": softmax1, "softmax_n": HALF, "sink": WITH_SINK, "relu": relu, "sigmoid": sigmoid}
-ALL |= {"gelu": gelu, "clipped": CLIPPED}
+ALL |= {"gelu": gelu, "clipped": CLIPPED, "softpick": softpick}
 MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
 
 
@@ -171,6 +172,17 @@ def test_cut_weights_have_no_gradient():
     jacobian = np.asarray(jax.jit(jax.jacrev(lambda x: clipped_softmax(x, -0.05, 1.2)))(x))
     assert (jacobian[[0, 2]] == 0.0).all()
     np.testing.assert_allclose(jacobian[1], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_softpick_is_right_for_extreme_logits(dtype):
+    rows = [[1e4, 1e4, -1e4, 0.0], [-1e4, -1e4, -1e4, -1e4], [1e4, -1e4, 50.0, -50.0], [1e-4, -1e-4, 0.0, 0.0]]
+    expected = [[0.5, 0.5, 0.0, 0.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]]
+    x = jnp.asarray(rows, dtype)
+    np.testing.assert_allclose(softpick(x).astype(jnp.float32), expected, rtol=1e-3)
+    gradient = jax.grad(lambda x: jnp.sum(softpick(x)[:, 0]))(x)
+    assert jnp.isfinite(gradient).all()
+    np.testing.assert_array_equal(softpick(jnp.zeros((2, 3), dtype)), 0.0)
 
 
 @pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])

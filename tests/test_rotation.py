@@ -237,7 +237,14 @@ def test_square_kernels_turn_where_they_face_the_stream(name, axes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"scan_layers": False}, {"mlp": "swiglu", "d_mlp": 32, "gated_attention": True}]
+    "changes",
+    [
+        {},
+        {"scan_layers": False},
+        {"mlp": "swiglu", "d_mlp": 32, "gated_attention": True},
+        {"gated_attention": "elementwise"},
+        {"gated_attention": "value"},
+    ],
 )
 def test_the_default_finds_the_d_model_axes_of_a_run(changes):
     """`Rotation()` and `Rotation(axes=d_model)` of one's own, and the default of `orthojax train`."""

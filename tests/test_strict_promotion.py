@@ -18,7 +18,7 @@ IDS, LENGTHS = np.zeros((B, T), np.int32), np.full(B, T, np.int32)
 MASK, IS_TRIGGER = np.ones((B, 1, T, T), bool), np.zeros((B, T), bool)
 HIDES = {"mask": MASK, "is_causal": True, "local_window_size": 2}
 HIDES |= {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
-NORMALIZERS = {name: name for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid")}
+NORMALIZERS = {name: name for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick")}
 NORMALIZERS |= {"n": 0.5, "clipped": ClippedSoftmax(), "learned sink": None}  # of the dtype of the query
 
 
@@ -56,7 +56,7 @@ def scheme(x):
 CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
 CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS.items()}
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))
-for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax"):
+for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"):
     CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
 OF_HIDDEN = """
     kurtosis_first kurtosis_rest kurtosis_pooled max_abs_first max_abs_rest max_abs_first_maximum max_abs_rest_maximum

@@ -7,7 +7,7 @@ from orthojax.config.fields import check_types, require, require_each, setting
 
 Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_single", "none"]
 NormalizerName = Literal[
-    "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"
+    "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"
 ]
 Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "experts", "linear", "none"]
 Remat = bool | Literal["dots", "full"]
@@ -154,7 +154,9 @@ class ModelConfig:
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
         with all its channels; b, starting at 0, only with `use_bias`. It is the gate from all features to all heads of
         Quantizable Transformers, arXiv 2306.12929, whose main form gives a head its own slice of x, and always a bias,
-        which starts at the logit of the gate's first value.
+        which starts at the logit of the gate's first value. `elementwise` has one such gate for each channel of a head
+        (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
+        `orthojax.model.attention.value_gated`.
       tie_embeddings: Use the token embedding as the output head.
       fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
@@ -202,7 +204,7 @@ class ModelConfig:
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     experts: ExpertsConfig | None = None
     attention: bool | tuple[bool, ...] = True
-    gated_attention: bool = False
+    gated_attention: bool | Literal["elementwise", "value"] = False
     tie_embeddings: bool = True
     fixed_rotation: bool = False
     relaxed_causal_tokens: int = 0

@@ -29,6 +29,8 @@ class Attention(Part):
         c = self.config
         B, T, _ = x.shape
         query, key, value = self.query_key_value(x)
+        if c.gated_attention == "value":
+            value = value_gated(value, self.dense("gate", c.kv_heads)(value.reshape(B, T, -1)))
         new, query_positions, key_positions = (key, value), jnp.arange(T), jnp.arange(T)
         if cached is not None:
             key, value = cached.joined(key, value)
@@ -55,8 +57,10 @@ class Attention(Part):
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
-        if c.gated_attention:
-            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
+        if c.gated_attention in (True, "elementwise"):
+            width = 1 if c.gated_attention is True else c.value_dim
+            gate = self.dense("gate", c.num_heads * width)(x)
+            heads *= jax.nn.sigmoid(gate).reshape(B, T, c.num_heads, width)
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
@@ -147,6 +151,26 @@ class LatentAttention(Attention):
 
     def _latent(self, x: jax.Array, name: str, width: int) -> jax.Array:
         return Norm(self.config, name=f"{name}_norm")(self.dense(name, width, use_bias=self.config.has_qkv_bias)(x))
+
+
+def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
+    r"""Computes the gated values of value-state gated attention, :math:`\sigma(g_j^h) v_j^h` for head h and position j.
+
+    A head can then ignore what it attends to without a drained value: where the gate is closed, so is the gradient of
+    the value. The cache and `Taps.values` have the gated values.
+
+    Definition here: one gate for each key-value head, :math:`g_j = W_g [v_j^1, ..., v_j^K]`, inside of the sum over
+    keys, as in the paper's derivation (Eq. 4 and 6), read in a summary. By that its appendix multiplies the output of a
+    head by the gate of the query's own values instead; bias and initial values of the gate were not verified.
+
+    Args:
+      value: [B, T, K, d_value].
+      gate: The logits of the gates, [B, T, K].
+
+    Reference:
+      Value-State Gated Attention, `arXiv 2510.09017 <https://arxiv.org/abs/2510.09017>`_, 2025.
+    """
+    return value * jax.nn.sigmoid(gate)[..., None]
 
 
 def attention_mask(config: ModelConfig, length: int) -> jax.Array:

@@ -30,8 +30,10 @@ class ClippedSoftmax:
             raise ValueError(f"{self}; allowed: a finite gamma <= 0 and a finite zeta >= 1")
 
 
+_SOFTPICK_EPSILON = 1e-8
+
 Axis = int | tuple[int, ...] | None
-Normalizer = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid"] | float | jax.Array | ClippedSoftmax
+Normalizer = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick"] | float | jax.Array | ClippedSoftmax
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -205,6 +207,29 @@ def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) 
     return _as_dtype_of(logits, weights if where is None else jnp.where(_boolean(where), weights, 0.0))
 
 
+def softpick(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
+    r"""Computes softpick, :math:`\max(e^{x_i} - 1, 0) / (\sum_j |e^{x_j} - 1| + \epsilon)`, :math:`\epsilon = 10^{-8}`.
+
+    Keys with logits up to 0 have no weight, but count in the denominator, so a row may sum to anything from 0 to 1.
+    Arguments and result as for `softmax1`; weights are correct for any finite logits, and -inf hides a key.
+
+    Reference:
+      Softpick, `arXiv 2504.20966 <https://arxiv.org/abs/2504.20966>`_, 2025; the epsilon is that of its code.
+
+    >>> import jax.numpy as jnp
+    >>> [round(float(w), 4) for w in softpick(jnp.log(jnp.array([3.0, 2.0, 0.5])))]
+    [0.5714, 0.2857, 0.0]
+    """
+    x = at_least_float32(logits)
+    x = jnp.where(_masked(x, where) == -jnp.inf, 0.0, x)  # e^0 - 1 = 0
+    # |e^x - 1| = e^max(x, 0) (1 - e^-|x|), where nothing cancels. All is divided by e^shift.
+    above = jnp.maximum(x, 0.0)
+    shift = jax.lax.stop_gradient(jnp.max(above, axis, keepdims=True, initial=0.0))
+    size = -jnp.exp(above - shift) * jnp.expm1(-jnp.abs(x))
+    total = jnp.sum(size, axis, keepdims=True) + _SOFTPICK_EPSILON * jnp.exp(-shift)
+    return _as_dtype_of(logits, jnp.where(x > 0.0, size, 0.0) / total)
+
+
 # Softmax with a sink in its denominator. Logits are float32 or float64, -inf for a hidden key; a sink of -inf is none.
 # The derivative rules save the output alone, and the sink's weight if the sink has a derivative.
 
@@ -254,7 +279,7 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, gelu, sigmoid)}
+_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, gelu, sigmoid, softpick)}
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 
