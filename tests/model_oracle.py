@@ -46,6 +46,14 @@ def _np_norm(x, config, p):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
 
 
+def _np_gated_norm(x, config, p, name):
+    x, gate = _np_norm(x, config, p.get(name)), p.get(f"{name}_gate")
+    if gate is None:
+        return x
+    hidden = _np_linear(x, gate["input"])
+    return x / (1.0 + np.exp(-_np_linear(hidden / (1.0 + np.exp(-hidden)), gate["output"])))
+
+
 def _np_rotary(x, config):
     """[T, heads, H] with its first channels rotated, lowered and scaled as YaRN does if that is asked."""
     c, rope, half = config, config.rope, config.rotary_channels // 2
@@ -191,6 +199,8 @@ def numpy_forward(config, params, tokens, given=None):
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = params["token_embedding"]["embedding"]
     x = table[np.asarray(tokens)]
+    if config.embedding_projection:
+        x = x @ params["embedding_output"]["kernel"]
     if config.position == "learned":
         x = x + params["position_embedding"]["embedding"][: len(tokens)]
     layers = []
@@ -198,7 +208,7 @@ def numpy_forward(config, params, tokens, given=None):
         p = params.get(f"layers_{layer}", {})
         attended, mlp = 0.0 * x, 0.0 * x
         norms = {
-            part: partial(_np_norm, config=config, p=p.get(f"{part}_norm"))
+            part: partial(_np_gated_norm, config=config, p=p, name=f"{part}_norm")
             for part, switch in (("attention", config.attention_norm), ("mlp", config.mlp_norm))
             if _at(switch, layer)
         }
@@ -221,5 +231,7 @@ def numpy_forward(config, params, tokens, given=None):
         taps["residual_before"] = before_block
         layers.append(taps)
     if config.block != "post_norm":
-        x = _np_norm(x, config, params.get("final_norm"))
+        x = _np_gated_norm(x, config, params, "final_norm")
+    if config.embedding_projection:
+        x = x @ params["head_input"]["kernel"]
     return x @ (table.T if config.tie_embeddings else params["head"]["kernel"]), layers

@@ -141,6 +141,8 @@ BAD_OVERRIDES = [
     *(("optim.warmup_steps", "1000", "train.steps=1000"), ("train.steps", "50", "optim.warmup_steps=100")),
     *(("data.kind", "text", "data.paths"), ("data.kind", "tokens", "TRAIN"), ("data.paths", "a.txt", "embedded")),
     *(("data.repeated_share", "1.5", "repeated_share"), ("optim.muon_embeddings", "adam", "optimizer 'muon'")),
+    *(("model.gated_norm_rank", "-1", "rank=-1"), ("model.gated_norm_rank", "1.5", "an integer")),
+    *(("train.activation_penalty", "-1", "penalty=-1"), ("train.activation_penalty", "nan", "nan")),
 ]
 
 

@@ -261,6 +261,7 @@ def test_losses_and_parameters_on_three_axes_briefly():
         {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},
         {"model.normalizer": "softpick", "model.gated_attention": "value"},
         {"model.gated_attention": "elementwise"},
+        {"model.embedding_projection": True, "model.gated_norm_rank": 3},
     ],
     ids=str,
 )

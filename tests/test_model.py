@@ -19,6 +19,7 @@ from orthojax.model import (
     Transformer,
     bigram_backcopy,
     flops_per_token,
+    fold_embedding_projection,
     gpt2,
     linear,
     llama2,
@@ -83,6 +84,8 @@ ORACLE_CONFIGS = {
     ),
     "gated values of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="value"),
     "gated channels of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True),
+    "projected embeddings, gated norms": dataclasses.replace(GPT2, embedding_projection=True, gated_norm_rank=3),
+    "gated norms of sums": dataclasses.replace(LLAMA2, block="post_norm", gated_norm_rank=2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
@@ -359,13 +362,21 @@ def test_bfloat16_leaves_parameters_and_logits_float32(tied):
     assert (logits.astype(jnp.bfloat16).astype(jnp.float32) != logits).mean() > 0.9
 
 
-@pytest.mark.parametrize(("name", "count"), [("rich", 2 * 8 + 1), ("latent attention and experts", 2 * 6 + 3 + 7 + 1)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("rich", 2 * 8 + 1),
+        ("latent attention and experts", 2 * 6 + 3 + 7 + 1),
+        ("projected embeddings, gated norms", 2 * 6 + 2 * 4 + 2 + 2),
+    ],
+)
 def test_every_kernel_passes_through_the_linear_function(name, count):
     config, paths = ORACLE_CONFIGS[name], []
 
     def recording(x, kernel, bias, path):
         paths.append(path)
-        assert (bias is not None) == (config.has_bias and path != "head")
+        biased = config.has_bias and not re.search(r"^head|_norm_gate/|^embedding_output", path)
+        assert (bias is not None) == biased
         return linear(x, kernel, bias, path)
 
     Transformer(config, recording).apply({"params": random_params(config)}, TOKENS)
@@ -488,6 +499,29 @@ def test_fixed_rotation_equals_rotated_tables_and_writers():
     np.testing.assert_allclose(rotated, plain, atol=2e-4)
     np.testing.assert_allclose(taps.residual, plain_taps.residual, atol=2e-4)
     np.testing.assert_allclose(taps.value_norms, plain_taps.value_norms, atol=2e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_folded_embedding_projections_leave_the_logits(tied):
+    config = dataclasses.replace(TINY, embedding_projection=True, tie_embeddings=tied)
+    params = random_params(config)
+    folded, plain = fold_embedding_projection(params, config)
+    assert plain == dataclasses.replace(TINY, tie_embeddings=False)
+    assert shapes_of(folded) == shapes(plain)
+    expected = logits_of(config)
+    np.testing.assert_allclose(apply(plain, folded)[0], expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(logits_of(plain) - expected).max() > 0.1
+    with pytest.raises(UserError, match="nothing to fold"):
+        fold_embedding_projection(folded, plain)
+
+
+def test_embedding_projections_begin_orthogonal():
+    config = dataclasses.replace(TINY, embedding_projection=True)
+    params = Transformer(config).init(jax.random.key(0), TOKENS[:1, :2])["params"]
+    first, last = (params[name]["kernel"] for name in ("embedding_output", "head_input"))
+    for kernel in (first, last):
+        np.testing.assert_allclose(kernel @ kernel.T, np.eye(8), atol=1e-5)
+    assert np.abs(first - last).max() > 0.1
 
 
 def test_logits_stay_float32_inside_another_module():

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from model_oracle import numpy_forward, random_params
 from thinned import quick_and_slow
 from tiny_run import (
     TINY,
@@ -56,7 +57,7 @@ CONFIG = replace(TINY, SGD)
 # A model that has every kind of parameter.
 RICH = dataclasses.replace(
     CONFIG.model, norm="layernorm", use_bias=True, normalizer="learned_sink", mlp="swiglu", gated_attention=True,
-    tie_embeddings=False,
+    tie_embeddings=False, embedding_projection=True, gated_norm_rank=3,
 )  # fmt: skip
 
 
@@ -116,6 +117,86 @@ def test_one_step_is_loss_and_update_by_hand():
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, expected_grads)
     assert_trees_close(state.params, expected, rtol=1e-5, atol=1e-7)
     assert int(state.step) == 1
+
+
+PENALIZED = replace(CONFIG, {"train.activation_penalty": 0.3, "optim.clip_norm": None, "model.num_layers": 2})
+
+
+def test_a_penalty_of_activations_is_that_of_the_float64_oracle():
+    tokens, params = rows(0), random_params(PENALIZED.model)
+    inputs, model = tokens[:, :-1], Transformer(PENALIZED.model)
+    oracle = [numpy_forward(PENALIZED.model, params, row) for row in inputs]
+    stream = np.stack([[seen["residual"] for seen in layers] for _, layers in oracle])  # [B, L, T, D]
+    expected = 0.3 * np.mean((np.abs(stream) / (3.0 + 1e-6)) ** 4)
+    losses = numpy_losses(np.stack([logits for logits, _ in oracle]), tokens[:, 1:])
+    for chunk_positions in (None, 3):
+        total, count, penalty = jax.jit(
+            lambda params, n=chunk_positions: loss_sum_nats(model, params, tokens, n, penalty=0.3)
+        )(params)
+        assert float(total) == pytest.approx(losses.sum(), rel=1e-4)
+        assert int(count) == losses.size
+        assert float(penalty) / losses.size == pytest.approx(expected, rel=1e-4)
+    assert len(loss_sum_nats(model, params, tokens)) == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"train.accumulation_steps": 2}, {"model.scan_layers": True}, {"model.remat": True}], ids=str
+)
+def test_a_step_descends_the_loss_and_the_penalty_together(changes):
+    config = replace(PENALIZED, changes)
+    tokens, before = rows(0), drawn_params(PENALIZED.model, std=0.5)
+
+    def objective(params):
+        logits, stream = Transformer(PENALIZED.model).apply(
+            {"params": params}, tokens[:, :-1], observe=lambda taps: taps.residual
+        )
+        loss = optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        penalty = 0.3 * jnp.mean(jnp.abs(stream / 3.000001) ** 4)
+        return loss + penalty, (loss, penalty)
+
+    (_, (loss, penalty)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(before)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
+    given = stack_layers(before) if config.model.scan_layers else before
+    state, metrics = make_train_step(config)(
+        blank_state(config)._replace(params=jax.tree.map(jnp.array, given)), tokens
+    )
+    after = unstack_layers(state.params) if config.model.scan_layers else state.params
+    assert_trees_close(after, expected, rtol=1e-4, atol=1e-5)
+    assert float(metrics.loss_sum_nats / metrics.target_tokens) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics.activation_penalty) == pytest.approx(float(penalty), rel=1e-5)
+    assert float(penalty) > 1e-3
+
+
+def test_a_run_logs_loss_and_penalty_separately(tmp_path):
+    config = replace(PENALIZED, {"train.steps": 4, "model.num_layers": 1})
+    train(config, inputs(), tmp_path / "with")
+    assert all(line["activation_penalty"] > 0 for line in lines(tmp_path / "with", "loss_nats"))
+    train(replace(config, {"train.activation_penalty": 0.0}), inputs(), tmp_path / "without")
+    assert not lines(tmp_path / "without", "activation_penalty")
+    first = [lines(tmp_path / name)[0]["loss_nats"] for name in ("with", "without")]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
+PREVENTIONS = {
+    "muon_embeddings": {"optim.optimizer": "muon", "optim.muon_embeddings": "orthoadam", "optim.momentum": 0.9},
+    "elementwise": {"model.gated_attention": "elementwise"},
+    "value": {"model.gated_attention": "value"},
+    "softpick": {"model.normalizer": "softpick"},
+    "embedding_projection": {"model.embedding_projection": True},
+    "gated_norm": {"model.gated_norm_rank": 2},
+    "activation_penalty": {"train.activation_penalty": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", PREVENTIONS)
+def test_a_few_steps_with_a_prevention_lower_the_loss(name):
+    config = replace(TINY, PREVENTIONS[name])
+    state, losses = init_state(config), []
+    for _ in range(12):
+        state, metrics = train_step(config)(state, rows(0))
+        losses.append(float(metrics.loss_sum_nats / metrics.target_tokens))
+    assert losses[0] == pytest.approx(math.log(32), abs=0.1)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_seeds_share_programs_and_decide_initial_parameters():
@@ -368,6 +449,7 @@ WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "d_model": (-1,), "
 EMBEDDING = dict.fromkeys(READER, (-1,))
 HEAD = dict.fromkeys(READER, (-2,)) | {"writers": None}
 ALONE = dict.fromkeys(READER)
+GATE = WRITER | {"writers": None}  # [rank, d_model], what it writes is no term of the residual stream
 IN_A_LAYER = {
     **{f"attention/{name}/kernel": READER for name in ("query", "key", "value", "gate")},
     **{f"mlp/{name}/kernel": READER for name in ("input", "gate")},
@@ -375,12 +457,18 @@ IN_A_LAYER = {
     **{f"attention/{name}/bias": ALONE for name in ("query", "key", "value", "gate", "output")},
     **{f"mlp/{name}/bias": ALONE for name in ("input", "gate", "output")},
     **{f"{norm}/{name}": ALONE for norm in ("attention_norm", "mlp_norm") for name in ("scale", "bias")},
+    **{f"{norm}_gate/input/kernel": READER for norm in ("attention_norm", "mlp_norm")},
+    **{f"{norm}_gate/output/kernel": GATE for norm in ("attention_norm", "mlp_norm")},
     "attention/sink": ALONE,
 }
 OUTSIDE = {
     "token_embedding/embedding": EMBEDDING,
     "position_embedding/embedding": EMBEDDING,
     "head/kernel": HEAD,
+    "embedding_output/kernel": WRITER,
+    "head_input/kernel": READER,
+    "final_norm_gate/input/kernel": READER,
+    "final_norm_gate/output/kernel": GATE,
     "final_norm/scale": ALONE,
     "final_norm/bias": ALONE,
 }
@@ -397,7 +485,7 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
     assert shapes.keys() == expected.keys()
     for path, shape in shapes.items():
         chosen = expected[path][axes]
-        if not embeddings and path in OUTSIDE:
+        if not embeddings and (path.endswith("embedding") or path == "head/kernel"):
             chosen = None
         stacked = (0,) if scan and path.startswith("layers/") else ()
         wanted = RotatedAxes(tuple((axis % shape.ndim,) for axis in chosen), stacked) if chosen else None

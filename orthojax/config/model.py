@@ -139,6 +139,8 @@ class ModelConfig:
       qk_norm: A norm on queries and keys before positions: for each head over its channels, with one scale for all
         heads, or over all heads at once.
       norm_eps: Added to the variance inside every norm.
+      gated_norm_rank: Rank of a gate on the output of each norm of the residual stream, see
+        `orthojax.model.layers.NormGate`; its paper takes 16. 0 is no gate.
       use_bias: Biases in every linear layer and `layernorm`; `qkv` has those of queries, keys and values alone,
         `norm` those of `layernorm` alone.
       normalizer: What turns attention logits into weights; `clipped_softmax` has the gamma and zeta of
@@ -158,6 +160,8 @@ class ModelConfig:
         (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
         `orthojax.model.attention.value_gated`.
       tie_embeddings: Use the token embedding as the output head.
+      embedding_projection: Learned d_model x d_model products, orthogonal at the start, after the token embedding and
+        before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` multiplies them out.
       fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
@@ -193,6 +197,7 @@ class ModelConfig:
     block: Literal["pre_norm", "post_norm", "output_norm", "parallel"] = "pre_norm"
     qk_norm: Literal["none", "head", "all"] = "none"
     norm_eps: float = 1e-5
+    gated_norm_rank: int = 0
     use_bias: bool | Literal["qkv", "norm"] = False
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
@@ -206,6 +211,7 @@ class ModelConfig:
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool | Literal["elementwise", "value"] = False
     tie_embeddings: bool = True
+    embedding_projection: bool = False
     fixed_rotation: bool = False
     relaxed_causal_tokens: int = 0
     embedding_init_std: float = setting(0.02, affects="start")
@@ -230,7 +236,12 @@ class ModelConfig:
         require_each(self, "model", "normalizer_n", lambda n: n >= 0.0, "a finite number >= 0")
         relaxed = f"0 to model.max_length={self.max_length}"
         require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
+        require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
+        without = f"model.gated_norm_rank={self.gated_norm_rank} with model.norm='none'"
+        require(not self.gated_norm_rank or self.norm != "none", without, "0, or a norm")
         self._check_heads()
+        both = "model.fixed_rotation with model.embedding_projection"
+        require(not (self.fixed_rotation and self.embedding_projection), both, "one of them")
         require(
             not (self.fixed_rotation and self.scan_layers),
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",

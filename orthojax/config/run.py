@@ -253,6 +253,8 @@ class TrainConfig:
       steps_per_dispatch: Most optimizer steps in one compiled call, so that small steps do not wait for Python; None
         takes as many as pay off, which on accelerators is 1. A call ends wherever something is probed, validated or
         saved, and signals wait for its end. On a CPU it changes no bit.
+      activation_penalty: Factor of a term of the training loss that punishes large activations: the lambda of TWEO,
+        there 0.01, see `orthojax.train.step.activation_penalty`. Metrics have the loss without it. 0: no term.
       seed: Seed of the initial parameters, and of OrthoAdam's bases unless `optim.rotation.seed` is given.
       init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
         from scratch.
@@ -276,6 +278,7 @@ class TrainConfig:
     accumulation_steps: int = setting(1, affects="computation")
     logits_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", affects="computation")
     steps_per_dispatch: int | None = setting(None, affects="computation")
+    activation_penalty: float = 0.0
     seed: int = 0
     init_from: str = setting("", affects="start")
     allow_normalizer_change: bool = setting(False, affects="start")
@@ -295,6 +298,7 @@ class TrainConfig:
         check_types(self, "train")
         positive = "steps batch_size accumulation_steps log_every_steps checkpoint_every_steps keep_checkpoints"
         require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
+        require_each(self, "train", "activation_penalty", lambda x: x >= 0.0, "a finite number >= 0")
         require_each(self, "train", "steps_per_dispatch", lambda n: n >= 1, "none, or at least 1")
         require_each(self, "train", "eval_every_steps probe_every_steps", lambda n: n >= 0, "at least 0")
         require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")

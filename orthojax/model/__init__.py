@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from orthojax.model.layers import linear as linear
     from orthojax.model.layers import plain_product as plain_product
     from orthojax.model.loaded import LoadedModel as LoadedModel
+    from orthojax.model.loaded import fold_embedding_projection as fold_embedding_projection
     from orthojax.model.loaded import mesh_of as mesh_of
     from orthojax.model.loaded import stack_layers as stack_layers
     from orthojax.model.loaded import unstack_layers as unstack_layers
@@ -38,7 +39,7 @@ _LAZY = {
     "generation": ("generate", "stream", "stream_loss_nats"),
     "interventions": ("Interventions", "Observe", "Taps", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
-    "loaded": ("LoadedModel", "mesh_of", "stack_layers", "unstack_layers"),
+    "loaded": ("LoadedModel", "fold_embedding_projection", "mesh_of", "stack_layers", "unstack_layers"),
     "transformer": ("Transformer", "flops_per_token", "parameter_count", "parameter_shapes"),
 }
 

@@ -1,5 +1,6 @@
 """A model with its parameters, and trees of parameters with stacked or separate layers."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from orthojax.config import Config
+from orthojax.config import Config, ModelConfig
+from orthojax.errors import UserError
 
 if TYPE_CHECKING:
     from orthojax.model.transformer import Transformer
@@ -38,6 +40,28 @@ def stack_layers(params: Params) -> Params:
     names = sorted((name for name in params if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[name] for name in names))
     return {name: value for name, value in params.items() if name not in names} | {"layers": stacked}
+
+
+def fold_embedding_projection(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
+    """Multiplies the products of `ModelConfig.embedding_projection` into the token table and the head.
+
+    The logits stay as they are. Tied embeddings come apart, since the two products differ.
+
+    Returns:
+      The parameters of the plain model, and its config.
+
+    Raises:
+      UserError: For a model without these products.
+    """
+    if not config.embedding_projection:
+        raise UserError("model.embedding_projection=False: nothing to fold", allowed="a model that has it")
+    names = ("embedding_output", "head_input")
+    before, after = (params[name]["kernel"] for name in names)
+    table = params["token_embedding"]["embedding"]
+    head = table.T if config.tie_embeddings else params["head"]["kernel"]
+    folded = {"token_embedding": {"embedding": table @ before}, "head": {"kernel": after @ head}}
+    rest = {name: value for name, value in params.items() if name not in names}
+    return rest | folded, dataclasses.replace(config, embedding_projection=False, tie_embeddings=False)
 
 
 def mesh_of(tree: Any) -> Mesh | None:

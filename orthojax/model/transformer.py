@@ -17,7 +17,15 @@ from orthojax.config import ModelConfig, Remat
 from orthojax.model.attention import Attention, LatentAttention
 from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
 from orthojax.model.interventions import Interventions, Observe, Taps, intervene, replace, split_layers
-from orthojax.model.layers import Experts, Feedforward, Linear, LinearFunction, Norm, kernel_initializer, linear
+from orthojax.model.layers import (
+    Experts,
+    Feedforward,
+    Linear,
+    LinearFunction,
+    kernel_initializer,
+    linear,
+    stream_norm,
+)  # fmt: skip
 from orthojax.ops.attention import ATTENTION_NAME
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
 from orthojax.ops.products import kernel_product
@@ -90,7 +98,8 @@ class Block(nn.Module):
         """Applies the norm of a part if its place is `at`: its input, its output, or the sum with the stream."""
         c = self.config
         place = {"post_norm": "sum", "output_norm": "output"}.get(c.block, "input")
-        return Norm(c, name=f"{part}_norm")(x) if at == place and c.layer_norm(part, self.layer) else x
+        there = at == place and c.layer_norm(part, self.layer)
+        return stream_norm(x, c, self.linear, f"{part}_norm") if there else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
         return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
@@ -190,6 +199,7 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
+        x = self._projected(x, "embedding_output") if c.embedding_projection else x
         x = x.astype(jnp.promote_types(x.dtype, dtype))  # parameters may be narrower than what blocks return
         if c.fixed_rotation:
             x = to_residual(x, _TOKEN_TABLE)
@@ -203,7 +213,8 @@ class Transformer(nn.Module):
         x, observed = self._blocks(x, interventions, observe, cache, slots)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
-        x = (x if c.block == "post_norm" else Norm(c, name="final_norm")(x)).astype(dtype)
+        x = (x if c.block == "post_norm" else stream_norm(x, c, self.linear, "final_norm")).astype(dtype)
+        x = self._projected(x, "head_input") if c.embedding_projection else x
         if c.tie_embeddings and c.fixed_rotation:
             x = from_residual(x, _TOKEN_TABLE)
         if not head:
@@ -215,6 +226,10 @@ class Transformer(nn.Module):
             return kernel_product(x, kernel, contract=1, preferred_element_type=jnp.float32), observed
         logits = Linear(c.vocab_size, False, kernel_initializer(c), dtype, self.linear, name="head")(x)
         return logits.astype(jnp.float32), observed
+
+    def _projected(self, x: jax.Array, name: str) -> jax.Array:
+        c, orthogonal = self.config, nn.initializers.orthogonal()
+        return Linear(c.d_model, False, orthogonal, jnp.dtype(c.dtype), self.linear, name=name)(x)
 
     def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
         """Returns the kernel that maps final hidden states to logits, and the axis of the vocabulary in it.

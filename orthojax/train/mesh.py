@@ -122,6 +122,8 @@ def rules(model: ModelConfig) -> tuple[Rule, ...]:
         Rule(r"mlp/((experts|shared)/)?(input|gate)/kernel", tensor=-1, fsdp=(-1, -2)),
         Rule(r"mlp/((experts|shared)/)?(input|gate)/bias", tensor=-1),
         Rule(r"mlp/((experts|shared)/)?output/kernel", tensor=-2, fsdp=(-2, -1)),
+        Rule(r"(\w+_norm_gate/input|head_input)/kernel", fsdp=(-1, -2)),
+        Rule(r"(\w+_norm_gate/output|embedding_output)/kernel", fsdp=(-2, -1)),
         Rule(r"token_embedding/embedding", tensor=-2, fsdp=(-2, -1)),
         Rule(r"position_embedding/embedding", fsdp=(-2, -1)),
         Rule(r"head/kernel", tensor=-1, fsdp=(-1, -2)),

@@ -113,7 +113,9 @@ class MetricLog:
         steps, metrics, probed = pending
         metrics, probed = jax.device_get((metrics, probed))
         before, self._arrived = self._arrived, time.monotonic()
-        for i, (step, *values) in enumerate(zip(steps, *(column.tolist() for column in metrics), strict=False), 1):
+        for i, (step, *values) in enumerate(
+            zip(steps, *(column.tolist() for column in metrics if column is not None), strict=False), 1
+        ):
             # The steps of a dispatch share its time evenly.
             self._handle(step, StepMetrics(*values), before + (self._arrived - before) * i / len(steps))
         if probed is not None:
@@ -145,6 +147,8 @@ class MetricLog:
             "update_to_param_ratio": update_norm / self.param_norm if self.param_norm else math.inf,
             "tokens_per_second": round(rate, 1),
         }
+        if metrics.activation_penalty is not None:
+            line |= {"activation_penalty": float(metrics.activation_penalty)}
         return line if mfu is None else line | {"mfu": round(mfu, 4)}
 
 

@@ -17,7 +17,8 @@ from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, leaf_path, r
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
-_WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output")
+_WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output", "embedding_output")
+_AT_D_MODEL = (*_WRITERS, "_norm_gate/output")  # whose last axis is d_model
 _TABLES = ("token_embedding", "position_embedding", "head")
 
 
@@ -39,13 +40,12 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
             if rotation.axes == "writers" and module == "head":
                 return None
             return RotatedAxes(((before if module == "head" else last,),))
-        writes = module.endswith(_WRITERS)
         chosen = {
             "output": (last,),
             "input": (before,),
             "both": (before, last),
-            "d_model": (last if writes else before,),
-            "writers": (last,) if writes else (),
+            "d_model": (last if module.endswith(_AT_D_MODEL) else before,),
+            "writers": (last,) if module.endswith(_WRITERS) else (),
             "none": (),
         }[rotation.axes]
         return RotatedAxes(tuple((axis,) for axis in chosen), stacked=tuple(range(before))) if chosen else None
@@ -111,7 +111,7 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
 
     muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    parts = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
+    parts: dict[Any, optax.GradientTransformation] = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
     if config.muon_embeddings == "orthoadam":
         rotation = make_rotation(config.rotation, layout)
         parts["orthoadam"] = scale_by_orthoadam(config.b1, config.b2, config.eps, rotation=rotation)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +46,12 @@ class StepMetrics(NamedTuple):
     learning_rate: jax.Array
     update_norm: jax.Array  # of what was added to the parameters
     param_norm: jax.Array  # of the parameters after it
+    activation_penalty: jax.Array | None = None  # the term that was added to the mean loss, if there is one
 
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
-LossSum = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]  # (params, tokens) -> (loss sum, target count)
+# (params, tokens) -> (loss sum, target count), and as third a penalty times the count that is added to the loss sum
+LossSum = Callable[[Any, jax.Array], tuple[jax.Array, ...]]
 Draw = Callable[[jax.Array], jax.Array]  # uint32 [2], (seed, number of the batch) -> tokens
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]  # of tokens int32 [B, T + 1]
 # (state, tokens int32 [B, K, T + 1] or uint32 [K, 2] from which they are drawn, number n of steps up to K) ->
@@ -69,7 +71,8 @@ def loss_sum_nats(
     chunk_positions: int | None = None,
     interventions: Interventions | None = None,
     logits_dtype: DTypeLike | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    penalty: float = 0.0,
+) -> tuple[jax.Array, ...]:
     """Computes the summed next-token loss and the number of target tokens.
 
     Positions whose target a relaxed causal mask shows are not counted.
@@ -82,6 +85,8 @@ def loss_sum_nats(
         256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all of them.
       interventions: What the model does otherwise.
       logits_dtype: Dtype to which logits are rounded, but those of a quantised head; None leaves them float32.
+      penalty: Factor of the mean of `activation_penalty` over layers, which times the number of target tokens is then
+        the third result, not part of the first; 0 for two results.
     """
     inputs, targets = split_tokens(tokens)
     B, T = inputs.shape
@@ -89,13 +94,32 @@ def loss_sum_nats(
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions, logits_dtype or jnp.float32)
     head = model.head_kernel(params)
-    if head is None or (positions == T and logits_dtype is None):
-        logits, _ = model.apply({"params": params}, inputs, interventions=interventions)
-        return jnp.sum(jnp.where(counted, cross_entropy_nats(logits, targets), 0.0)), count
-    hidden: Any = model.apply({"params": params}, inputs, interventions=interventions, head=False)
-    kernel, axis = head
-    options: Any = {"positions": positions, "vocab_axis": axis, "logits_dtype": logits_dtype}
-    return chunked_cross_entropy_sum_nats(hidden[0], kernel, targets, counted, **options), count
+    whole = head is None or (positions == T and logits_dtype is None)
+    observe = (lambda taps: activation_penalty(taps.residual)) if penalty else None
+    given: Any = {"interventions": interventions, "observe": observe, "head": whole}
+    output, seen = cast(Any, model.apply({"params": params}, inputs, **given))
+    if head is None or whole:
+        total = jnp.sum(jnp.where(counted, cross_entropy_nats(output, targets), 0.0))
+    else:
+        options: Any = {"positions": positions, "vocab_axis": head[1], "logits_dtype": logits_dtype}
+        total = chunked_cross_entropy_sum_nats(output, head[0], targets, counted, **options)
+    return (total, count, penalty * jnp.mean(seen) * count) if penalty else (total, count)
+
+
+def activation_penalty(x: jax.Array) -> jax.Array:
+    r"""Computes TWEO's term of one block, shape=() float32: the mean of :math:`(|x| / (\tau + \epsilon))^p`.
+
+    x is what the block leaves in the residual stream, :math:`\tau = 3`, :math:`p = 4`, :math:`\epsilon = 10^{-6}`: an
+    entry of 3 adds about 1, one of 30 adds 10,000, ordinary ones next to nothing. The mean is over all tokens and
+    channels. The paper's optional decay of the term's factor is left out.
+
+    Reference:
+      TWEO, `arXiv 2511.23225 <https://arxiv.org/abs/2511.23225>`_, 2025; the equation was read in notes on the paper.
+
+    >>> round(float(activation_penalty(jnp.array([3.0, 30.0, 0.0, 0.0]))), 1)
+    2500.2
+    """
+    return jnp.mean(jnp.square(jnp.square(x.astype(jnp.float32) / (3.0 + 1e-6))))
 
 
 def training_logits_dtype(config: Config) -> str | None:
@@ -133,7 +157,8 @@ def make_pure_step(
     """Makes the step (state, tokens int32 [B, T + 1]) -> (state, metrics), to be jitted.
 
     Args:
-      loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio.
+      loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio. With a
+        penalty as third result, that is added to the sum.
       optimizer: A named chain with a part `learning_rate`.
       schedule: The learning rate, for the metrics.
       accumulation_steps: Parts of a batch that go through the model one after the other.
@@ -145,22 +170,27 @@ def make_pure_step(
         # Otherwise the compiler spreads the moments' layout over the backward pass, and moves activations.
         return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings.params)
 
+    def minimised(params, tokens):
+        total, *others = loss_sum(params, tokens)
+        return sum(others[1:], total), (total, *others)
+
     def mean_loss(params, tokens):
-        total, count = loss_sum(params, tokens)
-        return total / count, (total, count)
+        total, found = minimised(params, tokens)
+        return total / found[1], found
 
     def sums(params, tokens):
-        (total, count), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, tokens)
-        return total, count, like_params(grads)
+        (_, found), grads = jax.value_and_grad(minimised, has_aux=True)(params, tokens)
+        return found, like_params(grads)
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
         with traced_in_mesh(mesh):
             if accumulation_steps == 1:
-                (_, (total, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
+                (_, found), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params, tokens)
                 grads = like_params(grads)
             else:
-                total, count, grads = _sum_over_parts(sums, state.params, tokens, accumulation_steps)
-                grads = jax.tree.map(lambda g: g / count, grads)
+                found, grads = _sum_over_parts(sums, state.params, tokens, accumulation_steps)
+                grads = jax.tree.map(lambda g: g / found[1], grads)
+            total, count, *penalty = found
             opt_state: Any
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -171,6 +201,7 @@ def make_pure_step(
                 learning_rate=jnp.asarray(schedule(state.opt_state["learning_rate"].count)),
                 update_norm=optax.tree.norm(updates),
                 param_norm=optax.tree.norm(params),
+                activation_penalty=penalty[0] / count if penalty else None,
             )
         return TrainState(state.step + 1, params, opt_state), metrics
 
@@ -269,6 +300,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         steps=train.steps,
         accumulation_steps=train.accumulation_steps,
         logits_dtype=training_logits_dtype(config),
+        penalty=train.activation_penalty,
         drawn=None if task is None else (task, train.batch_size),
     )
 
@@ -283,6 +315,7 @@ def _build(
     steps: int,
     accumulation_steps: int,
     logits_dtype: str | None,
+    penalty: float,
     drawn: tuple[BigramBackcopy, int] | None,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
@@ -303,8 +336,8 @@ def _build(
             params = model.init(key, jnp.zeros((1, length), jnp.int32))["params"]
             return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype)
+    def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype, penalty=penalty)
 
     def draw(seed_and_number: jax.Array) -> jax.Array:
         assert drawn is not None
