@@ -31,6 +31,7 @@ from orthojax import quant
 from orthojax.config import OptimConfig, RotationConfig, replace
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
+from orthojax.ops import cross_entropy_nats
 from orthojax.optim import RotatedAxes, rotate, unrotate
 from orthojax.train import (
     DivergedError,
@@ -136,7 +137,21 @@ def test_a_penalty_of_activations_is_that_of_the_float64_oracle():
         assert float(total) == pytest.approx(losses.sum(), rel=1e-4)
         assert int(count) == losses.size
         assert float(penalty) / losses.size == pytest.approx(expected, rel=1e-4)
-    assert len(loss_sum_nats(model, params, tokens)) == 2
+
+
+def test_no_penalty_costs_nothing():
+    tokens, params, model = rows(0), drawn_params(CONFIG.model), Transformer(CONFIG.model)
+
+    def plain(params):
+        logits, _ = model.apply({"params": params}, tokens[:, :-1])
+        return jnp.sum(cross_entropy_nats(logits, tokens[:, 1:])), 32
+
+    def flops(loss):
+        return jax.jit(loss).lower(params).compile().cost_analysis()["flops"]
+
+    without, penalized = (flops(lambda p, by=by: loss_sum_nats(model, p, tokens, penalty=by)) for by in (0.0, 1.0))
+    assert abs(without - flops(plain)) < 100  # which targets count, as before
+    assert penalized - without > 3 * 4 * 8 * 16  # of [4, 8, 16] in one layer
 
 
 @pytest.mark.parametrize(

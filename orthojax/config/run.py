@@ -21,7 +21,7 @@ class RotationConfig:
     Attributes:
       kind: Kind of orthogonal matrix.
       axes: Axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
-        every kernel (`d_model`; of one that reads the latent of latent attention, that axis) or of those that write to
+        every kernel (`d_model`; of one that reads latents or values, that axis) or of those that write to
         the residual stream only (`writers`), or `none`. With
         `output` the first token had outliers after 10,000 steps.
       embeddings: Rotate embedding tables as well, along d_model.

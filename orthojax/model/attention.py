@@ -57,10 +57,10 @@ class Attention(Part):
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
-        if c.gated_attention in (True, "elementwise"):
-            width = 1 if c.gated_attention is True else c.value_dim
-            gate = self.dense("gate", c.num_heads * width)(x)
-            heads *= jax.nn.sigmoid(gate).reshape(B, T, c.num_heads, width)
+        if c.gated_attention is True:
+            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
+        elif c.gated_attention == "elementwise":
+            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads * c.value_dim)(x)).reshape(heads.shape)
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
         output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))

@@ -83,6 +83,8 @@ def opening(config: Config) -> list[str]:
     model, optim, train, mesh = config.model, config.optim, config.train, make_mesh(config)
     layers = f"{model.num_layers} layers of {model.num_heads} heads, d_model {model.d_model}"
     name = f"{optim.optimizer}{', rotated' if optim.rotated else ''}"
+    if optim.muon_embeddings:
+        name += f", {optim.muon_embeddings} on embeddings"
     if optim.has_rotation:
         name += f" ({optim.rotation.kind}, axes {optim.rotation.axes})"
     steps = f"{optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)}"
