@@ -262,6 +262,7 @@ def test_losses_and_parameters_on_three_axes_briefly():
         {"model.normalizer": "softpick", "model.gated_attention": "value"},
         {"model.gated_attention": "elementwise"},
         {"model.embedding_projection": True, "model.gated_norm_rank": 3},
+        {"train.activation_penalty": 0.3, "train.accumulation_steps": 2},
     ],
     ids=str,
 )
