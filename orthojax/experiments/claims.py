@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from orthojax.analysis import chance_of_first
-from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, shared_seeds
+from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, pairs, shared_seeds
 from orthojax.formatting import mean_and_range, number, percent, share
 
 Verdict = Literal["holds", "does not hold", "not testable", "not measured"]
@@ -452,6 +452,28 @@ def halved(says: str, after: str, before: str, **more: Any) -> Claim:
 def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim:
     """Returns the claim that perplexity is at most 1% higher."""
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
+
+
+def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more: Any) -> Claim:
+    """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
+
+    Definition: the 90% confidence interval of the mean of ln(after / before) lies within +-ln(1 + margin), so that each
+    of the tests has a level of 5%. Too few or too scattered seeds do not show equivalence.
+    """
+
+    def within(after: Result, before: Result) -> bool:
+        from scipy import stats  # here, because it takes a second to import
+
+        logs = [math.log(a / b) for a, b in pairs(after, before, PPL).values()]
+        if len(logs) < 2:
+            return False
+        low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.90) if np.ptp(logs) else (logs[0], logs[0])
+        return bool(-math.log1p(margin) < low and high < math.log1p(margin))
+
+    words = (
+        f"90% interval of the change of perplexity from {before} to {after}, paired by seed, within {percent(margin)}"
+    )
+    return Claim(says, check(within, after, before, words=words, shows=(PPL,)), **more)
 
 
 def loses_less(setting: str, says: str, after: str, before: str, **more: Any) -> Claim:

@@ -1,0 +1,230 @@
+"""Which recipe of training survives 8 and 4 bits, and at what cost: preventions of outliers in one setting."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+from orthojax import analysis, quant
+from orthojax.config import Config, replace
+from orthojax.experiments.base import BREAKING_MODEL
+from orthojax.experiments.claims import (
+    COARSE,
+    FIRST,
+    OUTLIERS,
+    PEAK,
+    WORST,
+    Claim,
+    Metric,
+    all_of,
+    check,
+    cured_outliers,
+    equivalent,
+    halved,
+    lost,
+    no_perplexity_lost,
+    outliers,
+    worst,
+)
+from orthojax.experiments.measures import Measure, Measured, Say
+from orthojax.experiments.pictures import Bars, Points
+from orthojax.experiments.results import Missing, Result
+from orthojax.experiments.study import Study
+from orthojax.experiments.tables import Columns, Paired
+from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
+from orthojax.ops.cross_entropy import perplexity
+from orthojax.train import Inputs, rounded_perplexities
+from orthojax.train.evaluation import validation_loss_nats
+
+FORMATS = (COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
+_ROTATED = (COARSE, "w4a4", "mxfp4", "nvfp4")  # after training
+_ROWS = 64  # of the propagated error
+
+
+def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    """Measures perplexity at each format, also after a rotation, and what is said to predict it.
+
+    Returns:
+      `perplexity_FORMAT` and `perplexity_FORMAT_rotated`, a learned projection of the embeddings folded first;
+      `last_state_error_FORMAT`, and the metrics of `analysis.observe_predictors`.
+    """
+    model, params = loaded.config.model, loaded.params
+    if model.embedding_projection:
+        params, model = fold_embedding_projection(params, model)
+    config = dataclasses.replace(loaded.config, model=model)
+    plain = dataclasses.replace(loaded, model=Transformer(model), params=params, config=config)
+    found = rounded_perplexities(plain, inputs, {name: quant.setting_named(name) for name in FORMATS}, on_progress=say)
+    rotated, of_rotated, wrap = quant.rotate_after_training(params, model)
+    for name in _ROTATED:
+        rounded = quant.rounded_model(of_rotated, quant.setting_named(name))
+        rounded = rounded.clone(linear=wrap(rounded.linear))
+        loss = validation_loss_nats(config, rotated, inputs, model=rounded)
+        found[f"perplexity_{name}_rotated"] = perplexity(loss)
+        say(f"{name} after a rotation")
+    tokens = inputs.evaluation[:_ROWS, :-1]
+    for name in (COARSE, "w4a4", "nvfp4"):
+        error = quant.rounding_error(plain.model, params, quant.setting_named(name), tokens)
+        found[f"last_state_error_{name}"] = error["last_state_error"]
+    predictors = analysis.measure(plain, [tokens], analysis.observe_predictors)
+    found |= analysis.finalize(predictors)
+    say("predictors")
+    return Measured(found)
+
+
+ROUNDED = Measure("preventions", _rounded)
+
+_BASE = replace(BREAKING_MODEL, {"train.steps": 2500, "train.checkpoint_every_steps": 500})
+_MUON: dict[str, Any] = {"optim.optimizer": "muon", "optim.momentum": 0.95}
+_MARRIED = _MUON | {"optim.muon_embeddings": "orthoadam"}
+_SOAP = {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95}
+
+# Optimizer -> what it changes, and three rates of its search, each twice the one before.
+_OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "adam": ({}, (1.5e-3, 3e-3, 6e-3)),
+    "orthoadam": ({"optim.optimizer": "orthoadam"}, (1.5e-3, 3e-3, 6e-3)),
+    "muon": (_MUON | {"optim.muon_embeddings": "adam"}, (3e-3, 6e-3, 1.2e-2)),
+    "married": (_MARRIED, (3e-3, 6e-3, 1.2e-2)),
+    "soap": (_SOAP, (3e-3, 6e-3, 1.2e-2)),
+}
+
+
+def _with_rate(changes: Mapping[str, Any], rate: float, steps: int = _BASE.train.steps) -> Config:
+    """Returns a run at a rate, with the product of rate and weight decay of the base, so that all forget as fast."""
+    optim = _BASE.optim
+    decay = optim.weight_decay * optim.learning_rate / rate
+    more = {"optim.learning_rate": rate, "optim.weight_decay": decay, "train.steps": steps}
+    return replace(_BASE, {**changes, **more})
+
+
+TUNING = Study(
+    name="preventions_tuning",
+    title="Learning rates for the comparison of preventions, three for each optimizer",
+    runs=lambda scale: {
+        f"{name}_{rate:g}": _with_rate(changes, rate, 1500)
+        for name, (changes, rates) in _OPTIMIZERS.items()
+        for rate in rates
+    },
+    seeds=(100,),  # of no comparison
+    rounding=False,
+    note="1,500 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
+    "also of the same optimizer with other architectures. `married` is Muon with OrthoAdam on the embeddings.",
+    columns=["perplexity", WORST],
+)
+
+# What each optimizer's search chose.
+_TUNED = {name: rates[1] for name, (_, rates) in _OPTIMIZERS.items()}
+# Recipe -> its optimizer, and what it changes besides.
+_RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("adam", {}),
+    "cured": ("orthoadam", {"model.normalizer": "softmax1"}),
+    "adam_gate": ("adam", {"model.gated_attention": "elementwise"}),
+    "muon": ("muon", {}),
+    "osp": ("muon", {"model.embedding_projection": True}),
+    "married": ("married", {}),
+    "orthoadam": ("orthoadam", {}),
+    "adam_softmax1": ("adam", {"model.normalizer": "softmax1"}),
+    "orthoadam_gate": ("orthoadam", {"model.gated_attention": "elementwise"}),
+    "adam_tweo": ("adam", {"train.activation_penalty": 0.01}),
+    "married_softmax1": ("married", {"model.normalizer": "softmax1"}),
+    "adam_sinks": ("adam", {"model.normalizer": "learned_sink"}),
+    "soap": ("soap", {}),
+    "osp_channel_norm": ("muon", {"model.embedding_projection": True, "model.norm": "rmsnorm"}),
+    "osp_adam": ("adam", {"model.embedding_projection": True}),
+    "adam_softpick": ("adam", {"model.normalizer": "softpick"}),
+}
+
+
+def _runs(scale: str) -> dict[str, Config]:
+    return {
+        name: _with_rate(_OPTIMIZERS[of][0] | changes, _TUNED[of]) for name, (of, changes) in _RECIPES.items()
+    }
+
+
+def _correlates(metric: Metric, setting: str, least: float) -> Claim:
+    """Returns the claim that recipes with more of a metric lose more to a format."""
+
+    def holds(*of: Result) -> bool:
+        from scipy import stats  # here, because it takes a second to import
+
+        if len(of) < 8:
+            raise Missing("fewer than eight recipes")
+        found: Any = stats.spearmanr([r[metric] for r in of], [r[lost(setting)] for r in of])
+        return float(found.statistic) >= least
+
+    words = f"Spearman's rho with the loss over recipes at least {least:g}"
+    return Claim(f"{metric.label} orders what recipes lose at {setting}.", check(holds, words=words))
+
+
+def _breaks(setting: str) -> Any:
+    return lost(setting)["adam"] >= 0.05
+
+
+_DRAWN = (COARSE, "w4a4", "mxfp4", "nvfp4")
+PREVENTIONS = Study(
+    name="preventions",
+    title="Preventions of outliers: perplexity, cost and loss at 8 and 4 bits, with equal budgets",
+    runs=_runs,
+    seeds=(0, 1, 2),
+    measures=(ROUNDED,),
+    rounding=False,
+    cost_reference=lambda name: "adam",
+    note="2,500 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but "
+    "`osp_channel_norm`, and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for "
+    "the optimizer. `osp` is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), "
+    "`osp_adam` the same with Adam, `married` Muon with OrthoAdam on the embeddings, `gate` the elementwise gate of "
+    "arXiv 2505.06708, `tweo` the penalty of arXiv 2511.23225. `rotated` is a rotation after training. Criteria were "
+    "committed before any of these seeds.",
+    columns=["perplexity kurtosis_first kurtosis_rest osp_kurtosis", PEAK,
+             "first_attention_fraction first_attention_mass gu_sink_rate",
+             "cost_step_ratio cost_optimizer_state_ratio"],
+    tables=[
+        Columns("Perplexity lost at each format", [lost(name) for name in FORMATS]),
+        Columns("The same after a rotation", [lost(f"{name}_rotated") for name in _ROTATED]),
+        Columns("What is said to predict it", ["max_over_median gu_sink_rate_any",
+                *(f"last_state_error_{name}" for name in (COARSE, "w4a4", "nvfp4"))]),
+        Paired("Change of perplexity from Adam, paired by seed", "adam", "*", "perplexity"),
+    ],
+    claims=[
+        Claim("There is something to prevent: Adam loses 5% or more at int8 coarse, and 10% or more at w4a4.",
+              (lost(COARSE)["adam"] >= 0.05) & (lost("w4a4")["adam"] >= 0.1)),
+        *(Claim(f"Softmax-1 with OrthoAdam loses at most a third of what Adam loses at {name}.",
+                lost(name)["cured"] <= lost(name)["adam"] / 3, _breaks(name)) for name in _DRAWN),
+        *(Claim(f"Muon with OrthoAdam on the embeddings loses at most half of what Muon loses at {name}.",
+                lost(name)["married"] <= 0.5 * lost(name)["muon"], lost(name)["muon"] >= 0.05) for name in _DRAWN),
+        *(Claim(f"The gate alone loses at most half of what Adam loses at {name}.",
+                lost(name)["adam_gate"] <= 0.5 * lost(name)["adam"], _breaks(name)) for name in (COARSE, "w4a4")),
+        Claim("Muon alone has outliers.", worst("muon") > OUTLIERS),
+        cured_outliers("OSP has none.", "osp", "adam"),
+        Claim("OSP needs each of its parts: without one there are outliers.",
+              all_of(outliers(name) for name in ("muon", "osp_channel_norm", "osp_adam")), outliers("adam")),
+        cured_outliers("Muon with OrthoAdam on the embeddings has none.", "married", "adam"),
+        cured_outliers("SOAP has none.", "soap", "adam"),
+        cured_outliers("TWEO's penalty leaves none.", "adam_tweo", "adam"),
+        Claim("Softmax-1, a gate, learned sinks or softpick leave the outliers of Adam.",
+              all_of(FIRST[f"adam_{name}"] > OUTLIERS for name in ("softmax1", "gate", "sinks", "softpick")),
+              outliers("adam")),
+        *(halved(f"The sink: {name} takes half of the dominance away, or more.", name, "adam")
+          for name in ("cured", "adam_softmax1", "adam_gate", "adam_sinks", "adam_softpick", "muon")),
+        Claim("Small groups do not make prevention superfluous: at nvfp4 cured loses less than Adam, in every seed.",
+              (lost("nvfp4")["cured"] < lost("nvfp4")["adam"]).in_every_seed()),
+        *(Claim(f"Prevention is better than a rotation afterwards at {name}.",
+                lost(name)["cured"] < lost(f"{name}_rotated")["adam"], _breaks(name)) for name in _ROTATED),
+        Claim("A rotation afterwards does not help the cured model at w4a4.",
+              lost("w4a4_rotated")["cured"] >= 0.9 * lost("w4a4")["cured"]),
+        _correlates(WORST, "w4a4", 0.8),
+        _correlates(Metric("osp_kurtosis"), "w4a4", 0.8),
+        _correlates(Metric("last_state_error_w4a4"), "w4a4", 0.8),
+        _correlates(Metric("last_state_error_int8_coarse"), COARSE, 0.8),
+        *(equivalent(f"{name} has the perplexity of Adam within 1%.", name, "adam")
+          for name in ("cured", "adam_gate", "married")),
+        no_perplexity_lost("No recipe but softpick costs perplexity.", "*", "adam",
+                           cases=[name for name in _RECIPES if name not in ("adam", "adam_softpick")]),
+    ],
+    pictures=[
+        Bars("formats", "Perplexity lost at each format, in percent; linear up to 2%.",
+             [lost(name) for name in FORMATS], y_label="%", scale=100, y_scale="symlog"),
+        Points("frontier", "The frontier: perplexity, and what 4 bits cost.", "perplexity", lost("w4a4"),
+               y_scale="log"),
+        Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", lost("nvfp4"), y_scale="log"),
+    ],
+)  # fmt: skip
