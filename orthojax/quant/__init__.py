@@ -11,6 +11,7 @@ from orthojax.quant.linear import integer_params as integer_params
 from orthojax.quant.linear import quantize_params as quantize_params
 from orthojax.quant.linear import quantized_linear as quantized_linear
 from orthojax.quant.linear import require_integers as require_integers
+from orthojax.quant.linear import rounded_model as rounded_model
 from orthojax.quant.linear import static_linear as static_linear
 from orthojax.quant.settings import ALL_BUT_HEAD as ALL_BUT_HEAD
 from orthojax.quant.settings import INT4_ZEROPOINT as INT4_ZEROPOINT
