@@ -381,6 +381,17 @@ def test_keys_and_values_are_rounded_by_token_and_head(scan):
     assert quant.rounded_model(config, setting) == quant.rounded_model(config, setting)  # one program for both
 
 
+def test_without_rounded_keys_and_values_a_model_is_the_plain_one():
+    params = parameter_shapes(LLAMA)
+
+    def program(**rounded):
+        return str(jax.make_jaxpr(lambda p: Transformer(LLAMA, **rounded).apply({"params": p}, IDS)[0])(params))
+
+    plain = program()
+    assert program(round_kv=None) == plain == program(round_kv=lambda x: x)
+    assert program(round_kv=lambda x: 2 * x) != plain
+
+
 def test_a_cache_gives_rounded_keys_and_values_too():
     config = dataclasses.replace(LLAMA, num_layers=1)
     model = quant.rounded_model(config, QuantizationSetting(16, "absmax", "output_channel", keys_and_values=3))

@@ -228,36 +228,29 @@ def test_every_element_and_every_tie_is_that_of_ml_dtypes(values):
     at_448, at_6 = np.r_[values, 448.0], np.r_[np.clip(values, -6, 6), 6.0]
     np.testing.assert_array_equal(e4m3(at_448.astype(np.float32)), stored(np.float32(at_448), ml_dtypes.float8_e4m3fn))
     blocks = at_6.astype(np.float32)[:, None] * [1, 0] + [0, 6.0]  # the scale of each block is 1
-    np.testing.assert_array_equal(
-        mxfp4(blocks.astype(np.float32))[:, 0], stored(np.float32(at_6), ml_dtypes.float4_e2m1fn)
-    )
+    y = mxfp4(blocks.astype(np.float32))[:, 0]
+    np.testing.assert_array_equal(y, stored(np.float32(at_6), ml_dtypes.float4_e2m1fn))
 
 
 def test_e4m3_blocks_are_squares_and_the_last_is_smaller(x64):
-    x = np.random.default_rng(7).normal(size=(2, 150, 130)) * np.exp(
-        np.random.default_rng(8).normal(size=(2, 150, 130))
-    )
-    expected = np.empty_like(x)
-    for i, rows, columns in itertools.product(range(2), (slice(128), slice(128, None)), (slice(128), slice(128, None))):
+    x = np.random.default_rng(7).standard_cauchy(size=(2, 150, 130))
+    expected, parts = np.empty_like(x), (slice(128), slice(128, None))
+    for i, rows, columns in itertools.product(range(2), parts, parts):
         part = x[i, rows, columns]
         expected[i, rows, columns] = reference_e4m3(part, np.abs(part).max())
     np.testing.assert_allclose(e4m3(x, (-2, -1), 128), expected, rtol=1e-14)
-    tiles = [
-        reference_e4m3(x[..., part], np.abs(x[..., part]).max(-1, keepdims=True))
-        for part in (slice(128), slice(128, None))
-    ]
+    tiles = [reference_e4m3(x[..., part], np.abs(x[..., part]).max(-1, keepdims=True)) for part in parts]
     np.testing.assert_allclose(e4m3(x, -1, 128), np.concatenate(tiles, -1), rtol=1e-14)
 
 
 def test_mxfp4_of_a_gaussian_is_that_of_gguf():
     gguf = pytest.importorskip("gguf")
-    x = np.random.default_rng(9).normal(size=(64, 256)).astype(np.float32)
-    y = np.asarray(mxfp4(x))
-    assert np.linalg.norm(y - x) / np.linalg.norm(x) == pytest.approx(0.1175, abs=5e-4)
     kind = gguf.GGMLQuantizationType.MXFP4
-    theirs = gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind)
-    # Their scales are ours; where an element is between two of the grid, they may choose the other.
-    np.testing.assert_allclose(np.abs(theirs - x), np.abs(y - x), atol=1e-6)
+    for deviation in (0.5, 0.8, 1.2):  # the error depends on how the peaks of blocks lie between powers of two
+        x = (deviation * np.random.default_rng(9).normal(size=(128, 256))).astype(np.float32)
+        y = np.asarray(mxfp4(x))
+        assert np.linalg.norm(y - x) / np.linalg.norm(x) == pytest.approx(0.1155, abs=3e-3)
+        np.testing.assert_array_equal(y, gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind))
 
 
 # Multiples of a small number: E4M3 keeps a slice of them in normal scales of nvfp4.

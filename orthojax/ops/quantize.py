@@ -6,7 +6,7 @@ step. Nothing here has a useful gradient (rounding is flat).
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -74,7 +74,9 @@ def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
     _require_bits(bits, 16)
     wide, largest = _wide(x), 2 ** (bits - 1) - 1
     integers, peak, zero = _absmax_integers(wide, bits, axes)
-    return jnp.where(zero, wide, _fraction(integers, largest) * peak).astype(jnp.asarray(x).dtype)
+    # (integer / largest) * peak, not integer * (peak / largest): the peak comes back exactly, and with it the step.
+    fraction = jnp.where(jnp.abs(integers) == largest, jnp.sign(integers), integers / largest)
+    return jnp.where(zero, wide, fraction * peak).astype(jnp.asarray(x).dtype)
 
 
 def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
@@ -170,15 +172,15 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
         for axis in split:
             y = join_blocks(y, axis, jnp.shape(x)[axis])
         return y.astype(dtype)
-    relative, peak, zero = _relative_to_peak(wide, axes)
-    return jnp.where(zero, wide, _fraction(_to_e4m3(relative * _E4M3), _E4M3) * peak).astype(dtype)
+    scaled, back = _scaled_to(wide, axes, _E4M3)
+    return back(_to_e4m3(scaled)).astype(dtype)
 
 
 def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
     """Rounds to MXFP4: 32 neighbours along an axis are 4-bit floats E2M1 with a power of two as scale.
 
     y = E2M1(x / s) s with s = 2^(floor(log2 max|x|) - 2), an exponent of 8 bits (E8M0), to nearest even; what is above
-    6 s becomes 6 s (OCP Microscaling Formats, version 1.0, section 6.3). The last block may be smaller.
+    6 s becomes 6 s (OCP Microscaling Formats, version 1.0). The last block may be smaller.
 
     |y - x| <= max|x| / 4, where the largest is cut; mxfp4 has the other properties of `e4m3`. E2M1 has
     0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign.
@@ -203,8 +205,8 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     """Rounds to NVFP4: 16 neighbours along an axis are 4-bit floats E2M1 with a scale in E4M3, relative to a tensor's.
 
     y = E2M1(x / (s g)) s g with the scale g = max|x| / (6 448) of a tensor and s = E4M3(max_block|x| / (6 g)) of a
-    block, all to nearest even and cut at the largest (Pretraining Large Language Models with NVFP4, arXiv 2509.25149,
-    appendix B). The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
+    block, all to nearest even and cut at the largest (Pretraining Large Language Models with NVFP4, arXiv 2509.25149).
+    The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
 
     Where no block's peak is 2^-6 / 448 of the tensor's or less, s is no subnormal, |y - x| <= 0.18 max_block|x|, and
     nvfp4 has the other properties of `e4m3`.
@@ -222,31 +224,35 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     [2688.0, -1792.0, 224.0]
     """
     wide, at = _wide(x), axis % jnp.ndim(x)
-    relative, peak, zero = _relative_to_peak(wide, axes)
-    blocks = split_blocks(relative, at, 16) * (_E2M1 * _E4M3)
+    scaled, back = _scaled_to(wide, axes, _E2M1 * _E4M3)
+    blocks = split_blocks(scaled, at, 16)
     largest = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
     scale = _to_e4m3(largest / _E2M1)
     elements = _to_e2m1(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)))
-    fraction = join_blocks(_fraction(elements * scale, _E2M1 * _E4M3), at, wide.shape[at])
-    return jnp.where(zero, wide, fraction * peak).astype(jnp.asarray(x).dtype)
+    return back(join_blocks(elements * scale, at, wide.shape[at])).astype(jnp.asarray(x).dtype)
 
 
-def _fraction(values: jax.Array, largest: float) -> jax.Array:
-    """Computes values / largest, exactly 1 for the largest; times a peak, that comes back, and with it the step."""
-    return jnp.where(jnp.abs(values) == largest, jnp.sign(values), values / largest)
-
-
-def _relative_to_peak(wide: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns x / max|x|, max|x| of every slice, and a mask of the slices that are zero."""
+def _scaled_to(wide: jax.Array, axes: Axes, largest: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Returns x s, with s = largest / max|x| of every slice, and the function that divides by s again."""
     peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
-    zero, factor = peak < jnp.finfo(wide.dtype).tiny, shrink(peak)
-    return wide * factor / jnp.where(zero, 1.0, peak * factor), peak, zero
+    zero = peak < jnp.finfo(wide.dtype).tiny
+    # The power of two is split off, because s would overflow for small numbers.
+    exponent = jnp.where(zero, 0, jnp.clip(jnp.frexp(peak)[1] - 1, -126, 126))
+    size = jnp.where(zero, 1.0, jnp.ldexp(peak, -exponent))
+
+    def back(y: jax.Array) -> jax.Array:
+        # The peak comes back exactly, and with it the scale.
+        y = jnp.where(jnp.abs(y) == largest, jnp.sign(y) * size, y * (size / largest))
+        return jnp.where(zero, wide, jnp.ldexp(y, exponent))
+
+    return jnp.ldexp(wide, -exponent) * (largest / size), back
 
 
 def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns integers as floats, max|x| of every slice, and a mask of the slices that are zero."""
-    relative, peak, zero = _relative_to_peak(wide, axes)
-    return jnp.round(relative * (2 ** (bits - 1) - 1)), peak, zero
+    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
+    zero, factor = peak < jnp.finfo(wide.dtype).tiny, shrink(peak)
+    return jnp.round(wide * factor / jnp.where(zero, 1.0, peak * factor) * (2 ** (bits - 1) - 1)), peak, zero
 
 
 def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
