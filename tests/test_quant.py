@@ -12,8 +12,9 @@ from thinned import quick_and_slow
 from tiny_run import drawn_params
 
 from orthojax import quant
+from orthojax.config import ModelConfig
 from orthojax.errors import UserError
-from orthojax.model import Transformer, gpt2, init_cache, llama2, parameter_shapes
+from orthojax.model import Transformer, gpt2, init_cache, llama2, parameter_shapes, unstack_layers
 from orthojax.model import linear as model_linear
 from orthojax.ops import quantize
 from orthojax.ops.quantize import Quantized, dequantize
@@ -463,3 +464,56 @@ def test_what_has_no_static_scales_is_refused(params):
         quant.static_linear(quant.INT8_COARSE, quant.Calibration({}, {}))(x, x, None, "b")
     still = quant.static_linear(quant.INT8_MODERATE, quant.Calibration({"a": jnp.float32(0)}, {}))
     np.testing.assert_array_equal(still(jnp.zeros((1, 2)), jnp.ones((2, 1)), None, "a"), 0.0)  # a layer without input
+
+
+# Where the error comes from.
+
+
+def in_db(signal, noise):
+    return 10 * np.log10(np.sum(signal**2) / np.sum(noise**2))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_errors_of_layers_are_those_of_float64(scan):
+    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_mlp": 24, "vocab_size": 32, "max_length": 8}
+    plain = {"attention": False, "norm": "none", "mlp": "relu", "position": "none", "tie_embeddings": False}
+    config = ModelConfig(**sizes, **plain, scan_layers=scan)
+    params = drawn_params(config, 0.3)
+    setting = QuantizationSetting(5, "absmax", "output_channel", "token")
+    found = quant.rounding_error(Transformer(config), params, setting, IDS)
+    of = jax.tree.map(np.float64, unstack_layers(params) if scan else params)
+
+    def on_grid(x, axis):
+        q, step = rounded(x, "absmax", 5, axis)
+        return q * step
+
+    h = g = of["token_embedding"]["embedding"][IDS]
+    for layer in range(2):
+        hidden, other = h, g
+        for name in ("input", "output"):
+            w = of[f"layers_{layer}"]["mlp"][name]["kernel"]
+            y, without, with_rounding = hidden @ w, other @ w, on_grid(other, -1) @ on_grid(w, 0)
+            path = f"layers_{layer}/mlp/{name}"
+            assert found[f"sqnr_db/{path}"] == pytest.approx(in_db(y, with_rounding - y), abs=0.02)
+            assert found[f"added_sqnr_db/{path}"] == pytest.approx(in_db(y, with_rounding - without), abs=0.02)
+            if path == "layers_0/mlp/input":
+                assert found[f"inherited_sqnr_db/{path}"] == np.inf
+            else:
+                assert found[f"inherited_sqnr_db/{path}"] == pytest.approx(in_db(y, without - y), abs=0.02)
+            hidden, other = np.maximum(y, 0), np.maximum(with_rounding, 0)
+        h, g = h + y, g + with_rounding
+    w = of["head"]["kernel"]
+    assert (
+        found["sqnr_db/head"] == found["inherited_sqnr_db/head"] == pytest.approx(in_db(h @ w, (g - h) @ w), abs=0.02)
+    )
+    assert found["added_sqnr_db/head"] == np.inf
+    error = np.linalg.norm(g - h, axis=-1) / np.linalg.norm(h, axis=-1)
+    assert found["last_state_error"] == pytest.approx(error.mean(), rel=1e-3)
+    assert len(found) == 3 * 5 + 1
+
+
+def test_rounded_keys_and_values_are_inherited_by_the_output_of_attention(params):
+    setting = QuantizationSetting(16, "absmax", "output_channel", "token", keys_and_values=2)
+    found = quant.rounding_error(Transformer(LLAMA), params, setting, IDS)
+    assert found["sqnr_db/layers_0/attention/value"] > 60
+    assert found["inherited_sqnr_db/layers_0/attention/output"] < 20 < found["added_sqnr_db/layers_0/attention/output"]
