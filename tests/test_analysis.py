@@ -287,6 +287,8 @@ REFUSED = [
     (lambda: analysis.norm_ratio_rest(HIDDEN[:, :1]), "T >= 2"),
     (lambda: analysis.value_norm_first(np.ones((B, T))), r"\[B, N, S\]"),
     (lambda: analysis.value_norm_rest(np.ones((B, N, 1))), "S >= 2"),
+    (lambda: analysis.osp_kurtosis(HIDDEN[0]), r"hidden states .*\[B, T, D\]"),
+    (lambda: analysis.gu_sink_rate(WEIGHTS[:, :, 1:]), "as many queries as keys"),
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER.astype(int)), "is_trigger"),
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER[:, 1:]), "is_trigger"),
     (lambda: analysis.sink_logit_gap(WEIGHTS[0], IS_TRIGGER), "logits"),
@@ -335,6 +337,10 @@ def observe_layers(observe, arrays=TAPS, sequences=slice(None)):
     return jax.lax.scan(layer, 0, {name: array[:, sequences] for name, array in arrays.items()})[1]
 
 
+def observe_predictors(sequences=slice(None)):
+    return observe_layers(analysis.observe_predictors, sequences=sequences)
+
+
 def observe_risks(sequences=slice(None)):
     log_probs, oracle = oracle_and_guess()
     return analysis.observe_backcopy_risks(log_probs[sequences], oracle[sequences], IS_TRIGGER[sequences])
@@ -345,6 +351,7 @@ CASES = {
     "backcopy": lambda part: observe_layers(
         analysis.observe_backcopy(IS_TRIGGER[part], tokens=IDS[part], vocab_size=V), sequences=part
     ),
+    "predictors": observe_predictors,
     "risks": observe_risks,
 }
 
@@ -355,7 +362,9 @@ def assert_same(a, b):
         np.testing.assert_allclose(value, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", [pytest.param("language model", marks=pytest.mark.slow), "backcopy", "risks"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("language model", marks=pytest.mark.slow), "backcopy", "predictors", "risks"]
+)
 def test_statistics_do_not_depend_on_the_batches(name):
     whole = analysis.finalize(CASES[name](slice(None)))
     parts = [CASES[name](part) for part in (slice(0, 2), slice(2, 8))]
@@ -407,6 +416,41 @@ def test_sink_rate_share_of_heads_of_all_batches():
     assert metrics["sink_rate"] == np.mean(by_head > 0.3)
     assert metrics["sink_rate/layer_1"] == np.mean(by_head[1] > 0.3)
     assert 0 < metrics["sink_rate"] < 1
+
+
+def test_predictors_are_their_definitions_in_float64():
+    before, after, weights = (np.float64(TAPS[name]) for name in ("residual_before", "residual", "attention_weights"))
+    metrics = analysis.finalize(observe_predictors())
+
+    def osp(x):
+        excess = np.mean(x**4, -1) / np.std(x, -1, ddof=1) ** 4 - 3
+        return np.maximum(excess, 0).mean((-1, -2))
+
+    assert 0.1 < osp(before[0]) < osp(after[0])
+    np.testing.assert_allclose([metrics[f"osp_kurtosis/layer_{i}"] for i in range(L)], osp(after), rtol=1e-5)
+    assert metrics["osp_kurtosis"] == pytest.approx((osp(before[0]) + osp(after).sum()) / (L + 1), rel=1e-5)
+    flat = np.abs(before).reshape(L, B, -1)
+    ratio = (flat.max(-1) / np.median(flat, -1)).mean(1)
+    np.testing.assert_allclose([metrics[f"max_over_median/layer_{i}"] for i in range(L)], ratio, rtol=1e-5)
+    assert metrics["max_over_median"] == pytest.approx(ratio.mean(), rel=1e-5)
+    alpha = np.stack([weights[..., k:, k].mean(-1) for k in range(T)], -1)
+    assert metrics["gu_sink_rate"] == pytest.approx((alpha[..., 0] > 0.3).mean())
+    assert metrics["gu_sink_rate_any"] == pytest.approx((alpha > 0.3).any(-1).mean())
+    assert 0 < metrics["gu_sink_rate"] < metrics["gu_sink_rate_any"] < 1
+    named = {"osp_kurtosis", "max_over_median", "gu_sink_rate", "gu_sink_rate_any"}
+    assert metrics.keys() == {"sequences"} | named | {f"{name}/layer_{i}" for name in named for i in range(L)}
+
+
+def test_osp_kurtosis_is_not_centred_and_survives_what_is_constant_or_large():
+    x = np.random.default_rng(0).normal(size=(1, 400, 1024))
+    chance = analysis.chance("osp_kurtosis", analysis.Conditions(T, 1024, 32))
+    assert compiled("osp_kurtosis")(x) == pytest.approx(chance, rel=0.15)
+    assert compiled("osp_kurtosis")(x + 2) == pytest.approx(40, rel=0.03)
+    for factor in (1e-30, 1e30):
+        np.testing.assert_allclose(compiled("osp_kurtosis")(x * factor), compiled("osp_kurtosis")(x), rtol=1e-4)
+    assert compiled("osp_kurtosis")(np.stack([np.zeros((2, 8)), np.full((2, 8), 3.0)])) == 0.0
+    chance = analysis.chance("max_over_median", analysis.Conditions(400, 1024, 32))
+    assert compiled("max_over_median")(x) == pytest.approx(chance, rel=0.1)
 
 
 def test_post_attention_residual_is_an_option():
@@ -521,13 +565,17 @@ def test_layers_without_attention_leave_attention_means_alone(attention):
     tokens = TOKENS[:, :8]
     params = Transformer(config).init(jax.random.key(0), tokens)["params"]
     loaded = LoadedModel(Transformer(config), params, Config(), None, Path())
-    observers = analysis.observe_language_model, analysis.observe_backcopy(tokens % 3 == 0)
+    observers = (
+        analysis.observe_language_model,
+        analysis.observe_backcopy(tokens % 3 == 0),
+        analysis.observe_predictors,
+    )
     for observe in observers:
         batches = [tokens] if observe is observers[1] else [tokens[:3], tokens[3:]]
         found = analysis.finalize(analysis.measure(loaded, batches, observe), by_head=True)
         for name in [name for name in found if f"{name}/layer_0" in found]:
             layers = [found[f"{name}/layer_{i}"] for i in range(2)]
-            if name.startswith(("residual", "kurtosis", "max_abs", "norm_ratio")):
+            if name.startswith(("residual", "kurtosis", "max_", "norm_ratio", "osp_kurtosis")):
                 assert np.isfinite(layers).all()
                 continue
             assert list(np.isnan(layers)) == [not attends for attends in attention], name

@@ -1,6 +1,7 @@
 """Quantised linear layers against float64 formulas, integer products against int64 sums, qwix, and whole models."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ from thinned import quick_and_slow
 from tiny_run import drawn_params
 
 from orthojax import quant
+from orthojax.config import ModelConfig
 from orthojax.errors import UserError
-from orthojax.model import Transformer, gpt2, llama2, parameter_shapes
+from orthojax.model import Transformer, gpt2, init_cache, llama2, parameter_shapes, unstack_layers
 from orthojax.model import linear as model_linear
+from orthojax.ops import quantize
 from orthojax.ops.quantize import Quantized, dequantize
 from orthojax.quant import QuantizationSetting, integer_linear, integer_params, quantized_linear
 
@@ -29,6 +32,7 @@ ALL = {
     "groups_of_odd_size": QuantizationSetting(4, "absmax", "output_channel", "tensor", group_size=1),
     **quant.MORE_SETTINGS,
 }
+INTEGERS = {name: setting for name, setting in ALL.items() if setting.scheme in ("absmax", "zeropoint")}
 SLOW = ("zeropoint_tensors", "groups_of_odd_size", *quant.MORE_SETTINGS)
 
 
@@ -75,7 +79,7 @@ def on_integers(setting, x, kernel, bias):
     return stored, *products(x, kernel, stored, bias)
 
 
-@pytest.mark.parametrize("name", quick_and_slow(ALL, SLOW))
+@pytest.mark.parametrize("name", quick_and_slow(INTEGERS, SLOW))
 def test_settings_are_their_definition_on_integers_and_simulated(name, x64):
     setting, x, kernel = ALL[name], jnp.asarray(X), jnp.asarray(KERNEL)
     bias = None if name in ("w4a8", "int8_moderate", "int8_fine") else BIAS
@@ -143,7 +147,25 @@ def test_kernels_and_products_agree_with_qwix(bits, qtype, bound):
     np.testing.assert_allclose(y, product, rtol=1e-4, atol=1e-5 * np.max(np.abs(product)))
 
 
-# What integers stand for.
+# Narrow floats.
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"])
+def test_a_layer_of_narrow_floats_is_the_product_of_its_rounded_operands(name, x64):
+    x = RNG.normal(size=(2, 5, 150))
+    kernel = RNG.normal(size=(150, 140)) * np.exp(RNG.normal(size=140))
+    of = {
+        "fp8_e4m3": (quantize.e4m3(x), quantize.e4m3(kernel)),
+        "fp8_e4m3_block128": (quantize.e4m3(x, -1, 128), quantize.e4m3(kernel, (0, 1), 128)),
+        "mxfp4": (quantize.mxfp4(x), quantize.mxfp4(kernel, 0)),
+        "nvfp4": (quantize.nvfp4(x), quantize.nvfp4(kernel, 0)),
+    }
+    a, w = map(np.asarray, of[name])
+    y = quantized_linear(quant.setting_named(name))(jnp.asarray(x), jnp.asarray(kernel), None, "mlp")
+    np.testing.assert_allclose(y, a @ w, rtol=1e-10, atol=1e-11)
+    weights_only = dataclasses.replace(quant.setting_named(name), inputs=None)
+    stacked = quant.quantize_params({"kernel": np.stack([kernel, 100 * kernel])}, weights_only, "kernel")["kernel"]
+    np.testing.assert_allclose(stacked[0], w, rtol=1e-12)  # layers know nothing of each other
 
 
 # Simulated layers and trees.
@@ -250,6 +272,26 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "zeropoint", "output_channel", activation_bits=8), "activation_bits=8"),
     (lambda: QuantizationSetting(4, "zeropoint", "output_channel", float_features=1), "float_features=1"),
     (lambda: quant.setting_named("w4a8_group46"), "w4a8_group64"),
+    (lambda: QuantizationSetting(8, "absmax", "block"), "weights='block'"),
+    (lambda: QuantizationSetting(4, "e4m3", "tensor"), "bits=4"),
+    (lambda: QuantizationSetting(8, "e4m3", "output_channel", group_size=8), "group_size=8"),
+    (lambda: QuantizationSetting(8, "e4m3", "tensor", float_features=1), "float_features=1"),
+    (lambda: QuantizationSetting(4, "mxfp4", "output_channel"), "weights='output_channel'"),
+    (lambda: QuantizationSetting(4, "nvfp4", "block", "token"), "inputs='token'"),
+    (lambda: QuantizationSetting(4, "absmax", "tensor", keys_and_values=1), "keys_and_values=1 "),
+    (lambda: integer_linear(quant.setting_named("fp8_e4m3")), "scheme='e4m3'"),
+    (lambda: integer_linear(quant.setting_named("w4a4kv4")), "keys_and_values=4"),
+    (lambda: quant.static_linear(quant.setting_named("fp8_e4m3"), quant.Calibration({}, {})), "static scales"),
+    (
+        lambda: quant.static_linear(
+            dataclasses.replace(quant.INT8_COARSE, keys_and_values=8), quant.Calibration({}, {})
+        ),
+        "keys_and_values=8",
+    ),
+    (
+        lambda: quant.quantize_params(PARAMS, dataclasses.replace(quant.INT4_ZEROPOINT, keys_and_values=4), "kernel"),
+        "keys_and_values=4",
+    ),
 ]
 
 
@@ -314,6 +356,54 @@ def test_a_model_on_integers_is_its_simulation(scan):
     assert np.max(np.abs(compared - plain)) > 1e-3 * np.max(np.abs(plain))
 
 
+# Keys and values.
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_keys_and_values_are_rounded_by_token_and_head(scan):
+    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_mlp": 24, "vocab_size": 32}
+    config = llama2("tiny", **sizes, scan_layers=scan)
+    params, tokens = drawn_params(config, 0.3), IDS
+    setting = quant.setting_named("w4a4kv4")
+    observe = lambda taps: (taps.keys, taps.values)  # noqa: E731
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(model, params):
+        return model.apply({"params": params}, tokens, observe=observe)
+
+    linear_only = Transformer(config, linear=quantized_linear(setting))
+    (_, floats), (_, (keys, values)) = run(linear_only, params), run(quant.rounded_model(config, setting), params)
+    for found, plain in zip((keys, values), floats, strict=True):
+        # The first layer gets the same inputs in both, by token and head over its channels.
+        expected, step = rounded(np.asarray(plain[0], np.float64), "zeropoint", 4, -1)
+        np.testing.assert_allclose(found[0], expected * step, atol=1e-5)
+        assert np.abs(found[0] - plain[0]).max() > 0.01
+        assert np.abs(found[1] - plain[1]).max() > 0.01
+    assert quant.rounded_model(config, setting) == quant.rounded_model(config, setting)  # one program for both
+
+
+def test_without_rounded_keys_and_values_a_model_is_the_plain_one():
+    params = parameter_shapes(LLAMA)
+
+    def program(**rounded):
+        return str(jax.make_jaxpr(lambda p: Transformer(LLAMA, **rounded).apply({"params": p}, IDS)[0])(params))
+
+    plain = program()
+    assert program(round_kv=None) == plain == program(round_kv=lambda x: x)
+    assert program(round_kv=lambda x: 2 * x) != plain
+
+
+def test_a_cache_gives_rounded_keys_and_values_too():
+    config = dataclasses.replace(LLAMA, num_layers=1)
+    model = quant.rounded_model(config, QuantizationSetting(16, "absmax", "output_channel", keys_and_values=3))
+    params, cache = drawn_params(config, 0.3), init_cache(config, len(IDS), 8)
+    whole = model.apply({"params": params}, IDS)[0]
+    _, cache = model.apply({"params": params}, IDS[:, :5], cache=cache)
+    rest, _ = model.apply({"params": params}, IDS[:, 5:], cache=cache)
+    np.testing.assert_allclose(rest, whole[:, 5:], atol=1e-4)
+    assert np.abs(whole - Transformer(config).apply({"params": params}, IDS)[0]).max() > 0.01
+
+
 # Static scales of activations.
 
 LLAMA = llama2("tiny", num_layers=2, d_model=16, num_heads=2, d_mlp=24, vocab_size=32, max_length=8,
@@ -374,3 +464,56 @@ def test_what_has_no_static_scales_is_refused(params):
         quant.static_linear(quant.INT8_COARSE, quant.Calibration({}, {}))(x, x, None, "b")
     still = quant.static_linear(quant.INT8_MODERATE, quant.Calibration({"a": jnp.float32(0)}, {}))
     np.testing.assert_array_equal(still(jnp.zeros((1, 2)), jnp.ones((2, 1)), None, "a"), 0.0)  # a layer without input
+
+
+# Where the error comes from.
+
+
+def in_db(signal, noise):
+    return 10 * np.log10(np.sum(signal**2) / np.sum(noise**2))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_errors_of_layers_are_those_of_float64(scan):
+    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_mlp": 24, "vocab_size": 32, "max_length": 8}
+    plain = {"attention": False, "norm": "none", "mlp": "relu", "position": "none", "tie_embeddings": False}
+    config = ModelConfig(**sizes, **plain, scan_layers=scan)
+    params = drawn_params(config, 0.3)
+    setting = QuantizationSetting(5, "absmax", "output_channel", "token")
+    found = quant.rounding_error(Transformer(config), params, setting, IDS)
+    of = jax.tree.map(np.float64, unstack_layers(params) if scan else params)
+
+    def on_grid(x, axis):
+        q, step = rounded(x, "absmax", 5, axis)
+        return q * step
+
+    h = g = of["token_embedding"]["embedding"][IDS]
+    for layer in range(2):
+        hidden, other = h, g
+        for name in ("input", "output"):
+            w = of[f"layers_{layer}"]["mlp"][name]["kernel"]
+            y, without, with_rounding = hidden @ w, other @ w, on_grid(other, -1) @ on_grid(w, 0)
+            path = f"layers_{layer}/mlp/{name}"
+            assert found[f"sqnr_db/{path}"] == pytest.approx(in_db(y, with_rounding - y), abs=0.02)
+            assert found[f"added_sqnr_db/{path}"] == pytest.approx(in_db(y, with_rounding - without), abs=0.02)
+            if path == "layers_0/mlp/input":
+                assert found[f"inherited_sqnr_db/{path}"] == np.inf
+            else:
+                assert found[f"inherited_sqnr_db/{path}"] == pytest.approx(in_db(y, without - y), abs=0.02)
+            hidden, other = np.maximum(y, 0), np.maximum(with_rounding, 0)
+        h, g = h + y, g + with_rounding
+    w = of["head"]["kernel"]
+    assert (
+        found["sqnr_db/head"] == found["inherited_sqnr_db/head"] == pytest.approx(in_db(h @ w, (g - h) @ w), abs=0.02)
+    )
+    assert found["added_sqnr_db/head"] == np.inf
+    error = np.linalg.norm(g - h, axis=-1) / np.linalg.norm(h, axis=-1)
+    assert found["last_state_error"] == pytest.approx(error.mean(), rel=1e-3)
+    assert len(found) == 3 * 5 + 1
+
+
+def test_rounded_keys_and_values_are_inherited_by_the_output_of_attention(params):
+    setting = QuantizationSetting(16, "absmax", "output_channel", "token", keys_and_values=2)
+    found = quant.rounding_error(Transformer(LLAMA), params, setting, IDS)
+    assert found["sqnr_db/layers_0/attention/value"] > 60
+    assert found["inherited_sqnr_db/layers_0/attention/output"] < 20 < found["added_sqnr_db/layers_0/attention/output"]

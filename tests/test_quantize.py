@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import qwix
@@ -168,3 +169,117 @@ def test_zeropoint_properties(x):
     assert (np.abs(twice - y) <= step / 2 + rounding).all()
     order = np.argsort(x, axis=1)
     assert (np.diff(np.take_along_axis(y, order, 1), axis=1) >= 0).all()
+
+
+# Narrow floats.
+
+e4m3 = jax.jit(quantize.e4m3, static_argnums=(1, 2))
+mxfp4 = jax.jit(quantize.mxfp4, static_argnums=1)
+nvfp4 = jax.jit(quantize.nvfp4, static_argnums=(1, 2))
+FLOATS = {"e4m3": lambda x: e4m3(x, 1), "mxfp4": mxfp4, "nvfp4": lambda x: nvfp4(x, -1, -1)}
+
+
+def stored(x, dtype):
+    return np.asarray(x).astype(dtype).astype(np.float64)
+
+
+def reference_e4m3(x, largest):
+    return stored(x / largest * 448, ml_dtypes.float8_e4m3fn) / 448 * largest
+
+
+def reference_mxfp4(x):
+    """Blocks of at most 32 along the last axis."""
+    parts = []
+    for start in range(0, x.shape[-1], 32):
+        block = x[..., start : start + 32]
+        exponent = np.floor(np.log2(np.abs(block).max(-1, keepdims=True))) - 2
+        scale = stored(2.0**exponent, ml_dtypes.float8_e8m0fnu)
+        parts.append(stored(np.clip(block / scale, -6, 6), ml_dtypes.float4_e2m1fn) * scale)
+    return np.concatenate(parts, -1)
+
+
+def reference_nvfp4(x):
+    tensor, parts = np.abs(x).max() / (6 * 448), []
+    for start in range(0, x.shape[-1], 16):
+        block = x[..., start : start + 16]
+        scale = stored(np.abs(block).max(-1, keepdims=True) / 6 / tensor, ml_dtypes.float8_e4m3fn) * tensor
+        parts.append(stored(np.clip(block / scale, -6, 6), ml_dtypes.float4_e2m1fn) * scale)
+    return np.concatenate(parts, -1)
+
+
+# 70 and 150 leave a smaller last block; factors spread the blocks over many exponents.
+SPREAD = np.random.default_rng(5).normal(size=(3, 70)) * 10.0 ** np.random.default_rng(6).integers(-3, 3, (3, 70))
+
+
+def test_narrow_floats_are_the_formats_of_ml_dtypes(x64):
+    np.testing.assert_allclose(e4m3(SPREAD), reference_e4m3(SPREAD, np.abs(SPREAD).max()), rtol=1e-14)
+    largest = np.abs(SPREAD).max(1, keepdims=True)
+    np.testing.assert_allclose(e4m3(SPREAD, 1), reference_e4m3(SPREAD, largest), rtol=1e-14)
+    np.testing.assert_array_equal(mxfp4(SPREAD), reference_mxfp4(SPREAD))
+    np.testing.assert_array_equal(mxfp4(SPREAD.T, 0), reference_mxfp4(SPREAD).T)
+    np.testing.assert_allclose(nvfp4(SPREAD), reference_nvfp4(SPREAD), rtol=1e-14)
+    np.testing.assert_allclose(nvfp4(SPREAD.T, 0, (0, 1)), reference_nvfp4(SPREAD).T, rtol=1e-14)
+    by_slice = np.stack([reference_nvfp4(row) for row in SPREAD])
+    np.testing.assert_allclose(nvfp4(SPREAD, -1, -1), by_slice, rtol=1e-14)
+
+
+@pytest.mark.parametrize("values", [np.arange(-448, 449) / 7, 2.0 ** np.arange(-20, 9), np.arange(65) / 16])
+def test_every_element_and_every_tie_is_that_of_ml_dtypes(values):
+    at_448, at_6 = np.r_[values, 448.0], np.r_[np.clip(values, -6, 6), 6.0]
+    np.testing.assert_array_equal(e4m3(at_448.astype(np.float32)), stored(np.float32(at_448), ml_dtypes.float8_e4m3fn))
+    blocks = at_6.astype(np.float32)[:, None] * [1, 0] + [0, 6.0]  # the scale of each block is 1
+    y = mxfp4(blocks.astype(np.float32))[:, 0]
+    np.testing.assert_array_equal(y, stored(np.float32(at_6), ml_dtypes.float4_e2m1fn))
+
+
+def test_e4m3_blocks_are_squares_and_the_last_is_smaller(x64):
+    x = np.random.default_rng(7).standard_cauchy(size=(2, 150, 130))
+    expected, parts = np.empty_like(x), (slice(128), slice(128, None))
+    for i, rows, columns in itertools.product(range(2), parts, parts):
+        part = x[i, rows, columns]
+        expected[i, rows, columns] = reference_e4m3(part, np.abs(part).max())
+    np.testing.assert_allclose(e4m3(x, (-2, -1), 128), expected, rtol=1e-14)
+    tiles = [reference_e4m3(x[..., part], np.abs(x[..., part]).max(-1, keepdims=True)) for part in parts]
+    np.testing.assert_allclose(e4m3(x, -1, 128), np.concatenate(tiles, -1), rtol=1e-14)
+
+
+def test_mxfp4_of_a_gaussian_is_that_of_gguf():
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType.MXFP4
+    for deviation in (0.5, 0.8, 1.2):  # the error depends on how the peaks of blocks lie between powers of two
+        x = (deviation * np.random.default_rng(9).normal(size=(128, 256))).astype(np.float32)
+        y = np.asarray(mxfp4(x))
+        assert np.linalg.norm(y - x) / np.linalg.norm(x) == pytest.approx(0.1155, abs=3e-3)
+        np.testing.assert_array_equal(y, gguf.quants.dequantize(gguf.quants.quantize(x, kind), kind))
+
+
+# Multiples of a small number: E4M3 keeps a slice of them in normal scales of nvfp4.
+WHOLE = hnp.arrays(np.float32, (3, 40), elements=st.integers(-1000, 1000).map(lambda k: k * 0.37))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@given(WHOLE, st.integers(-30, 30))
+def test_narrow_float_properties(name, x, power):
+    function = FLOATS[name]
+    y = np.asarray(function(x))
+    largest = np.abs(x).max(1, keepdims=True)
+    bound = {"e4m3": np.maximum(np.abs(x) / 16, largest / (448 * 2**10)), "mxfp4": largest / 4, "nvfp4": 0.18 * largest}
+    assert (np.abs(y - x) <= bound[name] * (1 + 1e-5)).all()
+    np.testing.assert_array_equal(function(-x), -y)
+    np.testing.assert_array_equal(function(y), y)
+    np.testing.assert_array_equal(function(np.float32(x * 2.0**power)), y * 2.0**power)
+    assert (y[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_narrow_floats_of_special_values(name):
+    function = FLOATS[name]
+    x = jnp.array([[0.0, 0.0, 0.0], [jnp.inf, 1.0, 0.0], [jnp.nan, 1.0, 0.0], [LARGEST, -LARGEST, 0.0]], jnp.float32)
+    y = np.asarray(function(x))
+    np.testing.assert_array_equal(y[0], 0.0)
+    assert np.isnan(y[1:3]).all()
+    assert np.isfinite(y[3]).all()
+    assert function(jnp.zeros((2, 0))).shape == (2, 0)
+    assert function(jnp.ones((2, 3), jnp.bfloat16)).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="int"):
+        function(X.astype(int))

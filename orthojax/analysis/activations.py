@@ -79,6 +79,38 @@ def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
     return jnp.mean(norm_ratio(hidden_states(hidden, at_least=2)[:, 1:]))
 
 
+def osp_kurtosis(hidden: ArrayLike) -> jax.Array:
+    """Excess kurtosis of Outlier-Safe Pre-Training, mean over tokens: E[max(0, mean(x^4) / std(x)^4 - 3)].
+
+    Definition: over channels, with the mean taken off for the standard deviation (of D - 1 degrees of freedom) but not
+    for the fourth moment, as the evaluation of Outlier-Safe Pre-Training (arXiv 2506.19697) computes it. So an offset
+    counts: Gaussian channels of deviation 1 get near 0 with mean 0, and 40 with mean 2. Their number is the mean of
+    the embeddings' and of the outputs of all blocks, as `observe_predictors` takes it. Definition here: a constant
+    vector gets 0, as of `kurtosis`.
+
+    >>> import jax.numpy as jnp
+    >>> round(float(osp_kurtosis(jnp.array([[[7.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]))), 4)  # D - 3
+    5.0
+    """
+    x = at_least_float32(hidden_states(hidden))
+    # Fourth powers of outliers overflow long before the outliers do; the ratio does not depend on a factor.
+    x /= jnp.maximum(jnp.max(jnp.abs(x), -1, keepdims=True), jnp.finfo(x.dtype).tiny)
+    variance = jnp.var(x, -1, ddof=1)
+    ratio = jnp.mean(jnp.square(jnp.square(x)), -1) / jnp.square(jnp.where(variance == 0, 1.0, variance))
+    return jnp.mean(jnp.where(variance == 0, 0.0, jnp.maximum(ratio - 3.0, 0.0)))
+
+
+def max_over_median(hidden: ArrayLike) -> jax.Array:
+    """max|x| / median|x| over channels and positions, mean over sequences.
+
+    The max-to-median ratio (MMR) of arXiv 2509.23500, of the input of a layer. Definition here: over the channels and
+    positions of a sequence, mean over sequences, then over layers (the paper's summaries disagree on mean or median
+    over layers). Infinite where more than half of the values are 0.
+    """
+    x = jnp.abs(at_least_float32(hidden_states(hidden)))
+    return jnp.mean(jnp.max(x, axis=(1, 2)) / jnp.median(x, axis=(1, 2)))
+
+
 def gaussian_norm_ratio(width: int) -> float:
     """Returns `norm_ratio` of D = `width` independent Gaussian values: the median of their largest, over sqrt(D).
 
@@ -86,6 +118,16 @@ def gaussian_norm_ratio(width: int) -> float:
     0.32
     """
     return NormalDist().inv_cdf((1 + 0.5 ** (1 / width)) / 2) / math.sqrt(width)
+
+
+def gaussian_max_over_median(count: int) -> float:
+    """Returns `max_over_median` of `count` independent Gaussian values: the median of their largest, over theirs.
+
+    >>> round(gaussian_max_over_median(64 * 64), 2)
+    5.58
+    """
+    quantile = NormalDist().inv_cdf
+    return quantile((1 + 0.5 ** (1 / count)) / 2) / quantile(0.75)
 
 
 def residual_norm_first(hidden: ArrayLike, first: int = 1) -> jax.Array:

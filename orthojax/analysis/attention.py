@@ -66,6 +66,35 @@ def sink_rate(mass_by_head: ArrayLike, threshold: float = SINK) -> jax.Array:
     return jnp.mean(jnp.asarray(mass_by_head) > threshold, dtype=jnp.float32)
 
 
+def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool = False) -> jax.Array:
+    """Share of (sequence, head) with an attention sink at key 0, or at any key.
+
+    Definition: share of (sequence, layer, head) with alpha_k > 0.3, where alpha_k = 1 / (T - k) sum_{i >= k} A_ik is
+    the mean weight on key k (from 0) over the T - k queries that see it (When Attention Sink Emerges in Language
+    Models, arXiv 2410.10781). `sink_rate` takes the mean over all sequences first. Definition here: `any_key` takes
+    the largest alpha_k over all keys, of which the last are means over few queries: the very last is one weight.
+
+    Args:
+      weights: Of one layer, [B, N, T, T].
+      threshold: Must be exceeded, equality does not count.
+      any_key: Whether key 0 or any key must exceed it.
+
+    Returns:
+      A scalar in [0, 1], float32.
+
+    >>> import jax.numpy as jnp
+    >>> own = jnp.eye(2)[None, None]
+    >>> float(gu_sink_rate(own)), float(gu_sink_rate(own * 0.5)), float(gu_sink_rate(own * 0.5, any_key=True))
+    (1.0, 0.0, 1.0)
+    """
+    weights = at_least_float32(attention_weights(weights))
+    if weights.shape[2] != weights.shape[3]:
+        raise ValueError(f"weights of shape {weights.shape}; allowed: as many queries as keys")
+    alpha = jnp.sum(weights, axis=2) / jnp.arange(weights.shape[2], 0, -1)[None, None]
+    alpha = jnp.max(alpha, axis=-1) if any_key else alpha[..., 0]
+    return jnp.mean(alpha > threshold, dtype=jnp.float32)
+
+
 def chance_of_first(length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None) -> float:
     """Returns the mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
 

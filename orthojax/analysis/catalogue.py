@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from orthojax.analysis.activations import gaussian_norm_ratio
+from orthojax.analysis.activations import gaussian_max_over_median, gaussian_norm_ratio
 from orthojax.analysis.attention import chance_of_first
 from orthojax.config import Config
 from orthojax.formatting import number, percent, share
@@ -148,6 +148,14 @@ _PEAKS = [
     Definition("residual_peak_ratio", "residual norm, <s> over others", "",
                "Residual norm of <s> over the others' mean."),
 ]  # fmt: skip
+_PREDICTORS = [  # of a Gaussian the excess kurtosis is nearly normal, with variance 24 / D
+    Definition("osp_kurtosis", "excess kurtosis of OSP", "",
+               "mean(x^4) / std(x)^4 - 3 over channels, at least 0 and not centred, mean over tokens, embeddings and "
+               "layers.", lambda c: math.sqrt(12 / (math.pi * c.d_model)), "about, for a wide Gaussian"),
+    Definition("max_over_median", "max / median |activation|", "",
+               "max|x| / median|x| of a layer's input, mean over sequences and layers.",
+               lambda c: gaussian_max_over_median(c.d_model * c.length), _GAUSSIAN),
+]  # fmt: skip
 _ATTENTION = [
     Definition("first_attention_fraction", "first token gets most attention", "fraction",
                "Fraction of (query, head) pairs whose strictly largest weight is on key 0.",
@@ -156,6 +164,10 @@ _ATTENTION = [
                "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO),
     Definition("sink_rate", "sink heads", "fraction",
                "Fraction of heads whose mean weight on key 0 is above 0.3."),
+    Definition("gu_sink_rate", "sinks at the first token", "fraction",
+               "Fraction of (sequence, head) whose mean weight on key 0 is above 0.3."),
+    Definition("gu_sink_rate_any", "sinks at any token", "fraction",
+               "Fraction of (sequence, head) whose mean weight on a key, over the queries that see it, is above 0.3."),
     Definition("null_mass", "attention to no token", "fraction", "1 - sum of a row of weights, mean over queries."),
     Definition("attention_entropy_nats", "entropy of attention (nats)", "nats",
                "Entropy of a row of weights, the unused mass as one more key."),
@@ -195,7 +207,8 @@ _TRAINING = [
 ]  # fmt: skip
 
 HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # functions of `activations` have these names
-_GROUPS = {"loss": _LOSSES, "hidden states": _HIDDEN_STATES + _PEAKS, "attention": _ATTENTION, "training": _TRAINING}
+_GROUPS = {"loss": _LOSSES, "hidden states": _HIDDEN_STATES + _PEAKS + _PREDICTORS, "attention": _ATTENTION}
+_GROUPS |= {"training": _TRAINING}
 CATALOGUE: dict[str, Definition] = {
     d.name: dataclasses.replace(d, group=group) for group, entries in _GROUPS.items() for d in entries
 }

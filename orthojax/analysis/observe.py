@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from orthojax.model import Transformer
 
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")  # although each layer's value is a mean
+_OSP_BEFORE = "osp_kurtosis_before"  # of what a layer reads; that of layer 0 are the embeddings
 _BY_CHANNEL = "max_abs_by_channel"  # no mean over heads
+_NO_METRICS = (_BY_CHANNEL, _OSP_BEFORE)
 
 
 class Statistics(NamedTuple):
@@ -100,6 +102,22 @@ def _heads(taps: Taps) -> dict[str, jax.Array]:
         "value_norm_first": activations.value_norm_first(taps.value_norms, by_head=True),
         "value_norm_rest": activations.value_norm_rest(taps.value_norms, by_head=True),
     }
+
+
+def observe_predictors(taps: Taps) -> Statistics:
+    """Reduces one layer to measures by which other authors predict the damage of rounding, under their names.
+
+    They are `osp_kurtosis`, `max_over_median` of what the layer reads, `gu_sink_rate` and `gu_sink_rate_any`. The mean
+    over layers of `osp_kurtosis` has the embeddings, which the first layer reads, as one more.
+    """
+    means = {
+        "osp_kurtosis": activations.osp_kurtosis(taps.residual),
+        _OSP_BEFORE: activations.osp_kurtosis(taps.residual_before),
+        "max_over_median": activations.max_over_median(taps.residual_before),
+        "gu_sink_rate": attention.gu_sink_rate(taps.attention_weights),
+        "gu_sink_rate_any": attention.gu_sink_rate(taps.attention_weights, any_key=True),
+    }
+    return _statistics(taps.residual.shape[0], means, {}, {}, jnp.any(taps.visible))
 
 
 def observe_backcopy(
@@ -186,13 +204,16 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
     metrics = {"sequences": float(np.ravel(statistics.sequences)[0])}
-    for name, mean in _means(statistics).items():
-        if name == _BY_CHANNEL:
+    means = _means(statistics)
+    for name, mean in means.items():
+        if name in _NO_METRICS:
             continue
         has = np.ones_like(attends) if _of_hidden_states(name) else attends
         layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
         reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
         metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
+        if name == "osp_kurtosis":
+            metrics[name] = float(np.mean([np.ravel(means[_OSP_BEFORE])[0], *np.ravel(layers)]))
         if layers.ndim == 1:
             metrics |= {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(layers)}
         if by_head and mean.ndim == 2 and mean.shape[1] > 1:
@@ -227,7 +248,7 @@ def _means(statistics: Statistics) -> dict[str, np.ndarray]:
     means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
     for name, mean in means.items():
-        if name != _BY_CHANNEL and not _of_hidden_states(name):
+        if name not in _NO_METRICS and not _of_hidden_states(name):
             means[name] = np.where(attends.reshape(attends.shape + (1,) * (mean.ndim - attends.ndim)), mean, np.nan)
     return means
 

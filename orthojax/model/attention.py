@@ -4,6 +4,8 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 queries and keys, D d_model.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,8 @@ from orthojax.ops.statistics import at_least_float32
 
 class Attention(Part):
     """Multi-head attention over the model's own mask."""
+
+    round_kv: Callable[[jax.Array], jax.Array] | None = None
 
     @nn.compact
     def __call__(
@@ -39,6 +43,10 @@ class Attention(Part):
             turned = {"frequencies": _frequencies(c), "scale": _scales(c)[0]}
             query = rotary(query, query_positions, **turned)
             key = rotary(key, key_positions, **turned)
+        if self.round_kv is not None:
+            # As a cache of this format would give them back. Rounding by token commutes with writing to slots, so that
+            # ours, which keeps keys before rotation, may hold float ones.
+            key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
         visible = attention_mask(c, T) if cached is None else cached.slots.visible

@@ -42,6 +42,7 @@ class Block(nn.Module):
     linear: LinearFunction
     observe: Observe | None
     layer: int
+    round_kv: Callable[[jax.Array], jax.Array] | None = None
 
     @nn.compact
     def __call__(
@@ -61,8 +62,10 @@ class Block(nn.Module):
         attention_output = mlp_output = jnp.zeros_like(x)
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", "input")
-            attention = Attention if c.latent is None else LatentAttention
-            attention_output, taps, new = attention(c, self.linear, name="attention")(read, given, cached)
+            attend = (Attention if c.latent is None else LatentAttention)(
+                c, self.linear, self.round_kv, name="attention"
+            )
+            attention_output, taps, new = attend(read, given, cached)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
             taps = self._no_attention_taps(B, T)
@@ -154,11 +157,14 @@ class Transformer(nn.Module):
       linear: The function of linear layers; `orthojax.quant` has others.
       linear_head: Whether `linear` also computes the logits of tied embeddings, from the transposed token table under
         the path `head`; those of an untied head always pass through it.
+      round_kv: What attention applies to keys and to values [B, S, K, H], normed and rotated, before it reads them:
+        the rounding of a cache (`orthojax.quant.rounded_model`).
     """
 
     config: ModelConfig
     linear: LinearFunction = linear
     linear_head: bool = False
+    round_kv: Callable[[jax.Array], jax.Array] | None = None
 
     @nn.compact
     def __call__(
@@ -268,11 +274,14 @@ class Transformer(nn.Module):
                 length=c.num_layers,
                 unroll=c.num_layers if unroll else 1,
             )
-            return body(block(c, self.linear, observe, 0, name="layers"), x, by_layer, shared, kept, slots)
+            return body(
+                block(c, self.linear, observe, 0, self.round_kv, name="layers"), x, by_layer, shared, kept, slots
+            )
         observed = []
         for layer in range(c.num_layers):
             given, old = jax.tree.map(lambda leaf, layer=layer: leaf[layer], (by_layer, kept))
-            x, seen = block(c, self.linear, observe, layer, name=f"layers_{layer}")(x, given, shared, old, slots)
+            of_layer = block(c, self.linear, observe, layer, self.round_kv, name=f"layers_{layer}")
+            x, seen = of_layer(x, given, shared, old, slots)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
 

@@ -1,4 +1,4 @@
-"""Quantisation to an integer grid: simulated in floats (fake quantisation), or as the integers themselves.
+"""Quantisation to integers or narrow floats: simulated in floats (fake quantisation), or as the integers themselves.
 
 Simulation is x -> round(x / step) * step, quantising and dequantising in one. `axes` says which elements share one
 step. Nothing here has a useful gradient (rounding is flat).
@@ -6,7 +6,7 @@ step. Nothing here has a useful gradient (rounding is flat).
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,6 +18,10 @@ from orthojax.ops.statistics import at_least_float32, shrink
 
 Axes = int | Sequence[int] | None
 Scheme = Literal["absmax", "zeropoint"]
+FloatFormat = Literal["e4m3", "mxfp4", "nvfp4"]
+
+_E4M3 = 448.0  # the largest of E4M3FN, which has no infinity
+_E2M1 = 6.0
 
 
 def _reduced(axes: Axes) -> tuple[int, ...] | None:
@@ -99,6 +103,149 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     integers, _, step, constant = _zeropoint_integers(wide, bits, axes)
     values = jnp.where(jnp.isfinite(step), _within(integers * step, dtype), jnp.nan)
     return jnp.where(constant, wide, values).astype(dtype)
+
+
+def _round_to_float(x: jax.Array, bits: int, lowest: int, largest: float) -> jax.Array:
+    """Rounds to the nearest (even) float with `bits` of mantissa and exponents from `lowest` on, then clips."""
+    # Products with powers of two are exact, so this is the only rounding.
+    exponent = jnp.maximum(jnp.frexp(x)[1] - 1, lowest) - bits
+    return jnp.clip(jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent), -largest, largest)
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+    return _round_to_float(x, 3, -6, _E4M3)
+
+
+def _to_e2m1(x: jax.Array) -> jax.Array:
+    return _round_to_float(x, 1, 0, _E2M1)
+
+
+def split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Splits an axis [n] in two, [ceil(n / size), size]; the end of the last block is filled with zeros.
+
+    >>> import jax.numpy as jnp
+    >>> split_blocks(jnp.array([1, 2, 3]), 0, 2).tolist()
+    [[1, 2], [3, 0]]
+    """
+    axis %= x.ndim
+    blocks = -(-x.shape[axis] // size)
+    padding = [(0, blocks * size - n if a == axis else 0) for a, n in enumerate(x.shape)]
+    return jnp.pad(x, padding).reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
+
+
+def join_blocks(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """Inverts `split_blocks` of an axis >= 0 that had n elements."""
+    joined = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(joined, 0, n, axis=axis)
+
+
+def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array:
+    """Rounds to the 8-bit float E4M3FN: the largest absolute value becomes 448, the format's largest.
+
+    y = E4M3(x s) / s with s = 448 / max|x|, to nearest even (FP8 Formats for Deep Learning, arXiv 2209.05433, with the
+    scale of the current tensor). With `block`, each piece of so many neighbours along every one of `axes` has its own
+    scale, as the 1 x 128 tiles and 128 x 128 blocks of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); the last piece
+    may be smaller. Scales stay float32.
+
+    |y - x| <= max(|x| / 16, max|x| / (448 2^10)) (plus the rounding of the dtype), e4m3(-x) = -e4m3(x),
+    e4m3(e4m3(x)) = e4m3(x) to the bit, and a power of two as factor of x is one of y. A slice of zeros is returned as
+    it is; a slice with a not-finite value becomes nan.
+
+    Args:
+      x: Floating values; half precision is quantised in float32.
+      axes: The axes that share one scale; None: all of them.
+      block: How many neighbours along each of them do; None: all.
+
+    Returns:
+      The values on their grid, with the shape and dtype of `x`.
+
+    >>> import jax.numpy as jnp
+    >>> e4m3(jnp.array([-448.0, 17.0, 1.06, 0.003])).tolist()  # the smallest step is 2^-9
+    [-448.0, 16.0, 1.0, 0.00390625]
+    """
+    wide, dtype = _wide(x), jnp.asarray(x).dtype
+    if block is not None:
+        split = sorted(axis % wide.ndim for axis in _reduced(axes) or range(wide.ndim))
+        for axis in reversed(split):
+            wide = split_blocks(wide, axis, block)
+        y = e4m3(wide, tuple(axis + i + 1 for i, axis in enumerate(split)))
+        for axis in split:
+            y = join_blocks(y, axis, jnp.shape(x)[axis])
+        return y.astype(dtype)
+    scaled, back = _scaled_to(wide, axes, _E4M3)
+    return back(_to_e4m3(scaled)).astype(dtype)
+
+
+def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
+    """Rounds to MXFP4: 32 neighbours along an axis are 4-bit floats E2M1 with a power of two as scale.
+
+    y = E2M1(x / s) s with s = 2^(floor(log2 max|x|) - 2), an exponent of 8 bits (E8M0), to nearest even; what is above
+    6 s becomes 6 s (OCP Microscaling Formats, version 1.0). The last block may be smaller.
+
+    |y - x| <= max|x| / 4, where the largest is cut; mxfp4 has the other properties of `e4m3`. E2M1 has
+    0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign.
+
+    Arguments and result are as for `e4m3`.
+
+    >>> import jax.numpy as jnp
+    >>> mxfp4(jnp.array([7.9, -2.5, 0.6, 0.25])).tolist()
+    [6.0, -2.0, 0.5, 0.0]
+    """
+    wide, at = _wide(x), axis % jnp.ndim(x)
+    blocks = split_blocks(wide, at, 32)
+    peak = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
+    exponent = jnp.clip(jnp.frexp(peak)[1] - 3, -127, 127)
+    # In two steps: 2^-127 is a subnormal of float32, which hardware may take for 0.
+    y = jnp.ldexp(_to_e2m1(jnp.ldexp(blocks, -exponent)) / 2, exponent + 1)
+    y = jnp.where(jnp.isfinite(peak), jnp.where(peak < jnp.finfo(wide.dtype).tiny, blocks, y), jnp.nan)
+    return join_blocks(y, at, wide.shape[at]).astype(jnp.asarray(x).dtype)
+
+
+def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
+    """Rounds to NVFP4: 16 neighbours along an axis are 4-bit floats E2M1 with a scale in E4M3, relative to a tensor's.
+
+    y = E2M1(x / (s g)) s g with the scale g = max|x| / (6 448) of a tensor and s = E4M3(max_block|x| / (6 g)) of a
+    block, all to nearest even and cut at the largest (Pretraining Large Language Models with NVFP4, arXiv 2509.25149).
+    The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
+
+    Where no block's peak is 2^-6 / 448 of the tensor's or less, s is no subnormal, |y - x| <= 0.18 max_block|x|, and
+    nvfp4 has the other properties of `e4m3`.
+
+    Args:
+      x: Floating values; half precision is quantised in float32.
+      axis: Along which 16 neighbours make a block.
+      axes: The axes that share one scale g, `axis` among them; None: all of them.
+
+    Returns:
+      The values on their grid, with the shape and dtype of `x`.
+
+    >>> import jax.numpy as jnp
+    >>> nvfp4(jnp.array([2688.0, -2000.0, 200.0])).tolist()  # g = 1, s = 448
+    [2688.0, -1792.0, 224.0]
+    """
+    wide, at = _wide(x), axis % jnp.ndim(x)
+    scaled, back = _scaled_to(wide, axes, _E2M1 * _E4M3)
+    blocks = split_blocks(scaled, at, 16)
+    largest = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
+    scale = _to_e4m3(largest / _E2M1)
+    elements = _to_e2m1(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)))
+    return back(join_blocks(elements * scale, at, wide.shape[at])).astype(jnp.asarray(x).dtype)
+
+
+def _scaled_to(wide: jax.Array, axes: Axes, largest: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Returns x s, with s = largest / max|x| of every slice, and the function that divides by s again."""
+    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
+    zero = peak < jnp.finfo(wide.dtype).tiny
+    # The power of two is split off, because s would overflow for small numbers.
+    exponent = jnp.where(zero, 0, jnp.clip(jnp.frexp(peak)[1] - 1, -126, 126))
+    size = jnp.where(zero, 1.0, jnp.ldexp(peak, -exponent))
+
+    def back(y: jax.Array) -> jax.Array:
+        # The peak comes back exactly, and with it the scale.
+        y = jnp.where(jnp.abs(y) == largest, jnp.sign(y) * size, y * (size / largest))
+        return jnp.where(zero, wide, jnp.ldexp(y, exponent))
+
+    return jnp.ldexp(wide, -exponent) * (largest / size), back
 
 
 def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:

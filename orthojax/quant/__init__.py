@@ -1,7 +1,8 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
 `settings` says what is rounded; `linear` simulates it in floats, with scales of activations from the batch or from a
-text for calibration, and computes it on integers if that is possible.
+text for calibration, and computes it on integers if that is possible. `propagation` says where the error comes from,
+`rotated` makes a trained model easier to round.
 """
 
 from orthojax.quant.linear import Calibration as Calibration
@@ -11,7 +12,11 @@ from orthojax.quant.linear import integer_params as integer_params
 from orthojax.quant.linear import quantize_params as quantize_params
 from orthojax.quant.linear import quantized_linear as quantized_linear
 from orthojax.quant.linear import require_integers as require_integers
+from orthojax.quant.linear import rounded_model as rounded_model
 from orthojax.quant.linear import static_linear as static_linear
+from orthojax.quant.propagation import rounding_error as rounding_error
+from orthojax.quant.rotated import online_hadamard as online_hadamard
+from orthojax.quant.rotated import rotate_after_training as rotate_after_training
 from orthojax.quant.settings import ALL_BUT_HEAD as ALL_BUT_HEAD
 from orthojax.quant.settings import INT4_ZEROPOINT as INT4_ZEROPOINT
 from orthojax.quant.settings import INT8_COARSE as INT8_COARSE

@@ -12,7 +12,7 @@ every batch, and what is larger than all of the calibration is cut.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.ops.products import is_head
-from orthojax.ops.quantize import Axes, Quantized, absmax, dequantize, quantize, zeropoint
+from orthojax.ops.quantize import Axes, Quantized, Scheme, absmax, dequantize, e4m3, mxfp4, nvfp4, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
 from orthojax.quant.settings import (
     ALL_BUT_HEAD,
@@ -31,13 +31,23 @@ from orthojax.quant.settings import (
 )
 
 if TYPE_CHECKING:
+    from orthojax.config import ModelConfig
     from orthojax.model import LinearFunction, Transformer
 
 Rounding = Callable[[jax.Array, str], jax.Array]
 
 
 def _fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
+    if setting.scheme == "e4m3":
+        return e4m3(x, axes)
     return {"absmax": absmax, "zeropoint": zeropoint}[setting.scheme](x, bits, axes)
+
+
+def _in_blocks(x: jax.Array, setting: QuantizationSetting, axes: tuple[int, ...]) -> jax.Array:
+    """Rounds in the blocks of a float format: those of E4M3 are along all of `axes`, others along the first."""
+    if setting.scheme == "e4m3":
+        return e4m3(x, axes, block=128)
+    return mxfp4(x, axes[0]) if setting.scheme == "mxfp4" else nvfp4(x, axes[0], axes if len(axes) > 1 else None)
 
 
 def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
@@ -45,9 +55,17 @@ def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
     return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs or "tensor"]
 
 
+def _fake_quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
+    if setting.inputs == "block":
+        return _in_blocks(x, setting, (-1,))
+    return _fake_quantize(x, setting, setting.input_bits, _input_axes(x, setting))
+
+
 def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
     """Rounds a kernel [..., in, out]; UserError if the size of a group does not divide `in`."""
     # Any axes before the last two stack kernels that know nothing of each other.
+    if setting.weights == "block":
+        return _in_blocks(kernel, setting, (-2, -1))
     axes = (-2, -1) if setting.weights == "tensor" else -2
     *leading, features, outputs = kernel.shape
     size = setting.group_size or features
@@ -89,14 +107,40 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     (16129.0, 16129.400390625)
     """
 
-    def on_batch(x: jax.Array, axes: Axes) -> jax.Array:
-        return _fake_quantize(x, setting, setting.input_bits, axes)
-
     def round_outputs(y: jax.Array, path: str) -> jax.Array:
         kept = _largest_features(y, setting.float_features) if setting.float_features else False
-        return jnp.where(kept, y, on_batch(jnp.where(kept, 0, y), None))
+        return jnp.where(kept, y, _fake_quantize(jnp.where(kept, 0, y), setting, setting.input_bits, None))
 
-    return _rounding(setting, include, lambda x, path: on_batch(x, _input_axes(x, setting)), round_outputs)
+    return _rounding(setting, include, lambda x, path: _fake_quantize_inputs(x, setting), round_outputs)
+
+
+def rounded_model(
+    config: "ModelConfig", setting: QuantizationSetting, include: str = ALL_BUT_HEAD, *, linear_head: bool = False
+) -> "Transformer":
+    """Makes a model that rounds all that a setting says: its linear layers, and keys and values.
+
+    Args:
+      config: Of the model.
+      setting: One of `orthojax.quant.SETTINGS`, or another.
+      include: As of `quantized_linear`.
+      linear_head: As of `Transformer`; with `include=""`, the logits of tied embeddings are rounded too.
+
+    >>> from orthojax.model import llama2
+    >>> from orthojax.quant import INT8_COARSE, setting_named
+    >>> rounded_model(llama2("tiny"), INT8_COARSE).round_kv is None
+    True
+    >>> rounded_model(llama2("tiny"), setting_named("w4a4kv4")).round_kv is None
+    False
+    """
+    from orthojax.model import Transformer  # here, so that flax is not needed for `quantize_params`
+
+    linear = quantized_linear(setting, include)
+    return Transformer(config, linear=linear, linear_head=linear_head, round_kv=_kv_rounding(setting.keys_and_values))
+
+
+@functools.cache  # the same function for the same width, as of `quantized_linear`
+def _kv_rounding(bits: int | None) -> Callable[[jax.Array], jax.Array] | None:
+    return None if bits is None else functools.partial(zeropoint, bits=bits, axes=-1)
 
 
 def _rounding(
@@ -144,7 +188,7 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
     >>> quantize_params(params, INT4_ZEROPOINT, "kernel$")["dense"]["kernel"].ravel().tolist()
     [15.0, 7.0, 0.0]
     """
-    if setting.inputs is not None or setting.outputs is not None:
+    if any(part is not None for part in (setting.inputs, setting.outputs, setting.keys_and_values)):
         raise UserError(f"{setting} rounds activations, which parameters do not have", allowed="a weights-only setting")
     return map_kernels(params, include, lambda kernel, path: _fake_quantize_kernel(jnp.asarray(kernel), setting, path))
 
@@ -203,6 +247,8 @@ def static_linear(
     """
     if (setting.scheme, setting.inputs, setting.float_features) != ("absmax", "tensor", 0):
         raise UserError(f"static scales for {setting}", allowed="scheme='absmax', inputs='tensor', float_features=0")
+    if setting.keys_and_values is not None:
+        raise UserError(f"static scales for keys_and_values={setting.keys_and_values}", allowed="None")
 
     largest = 2 ** (setting.input_bits - 1) - 1
 
@@ -222,6 +268,10 @@ def require_integers(setting: QuantizationSetting) -> None:
     if setting.inputs == "feature":
         problem, hint = "a scale for each input feature has no integer product", "int8_fine_per_token runs on integers"
         raise UserError(problem, allowed="inputs='token' or 'tensor', or None", hint=hint)
+    if setting.scheme not in get_args(Scheme):
+        raise UserError(f"scheme={setting.scheme!r}: simulation only", allowed="'absmax' or 'zeropoint' on integers")
+    if setting.keys_and_values is not None:
+        raise UserError(f"keys_and_values={setting.keys_and_values}: simulation only", allowed="None on integers")
     if setting.group_size is not None or setting.float_features:
         problem = f"group_size={setting.group_size}, float_features={setting.float_features}: simulation only"
         raise UserError(problem, allowed="neither in integer products")
@@ -245,8 +295,9 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
     ('int8', [[1.0]], [15.0, 7.0, 0.0, 1.0])
     """
     require_integers(setting)
+    scheme: Any = setting.scheme
     axes = (-2, -1) if setting.weights == "tensor" else -2
-    quantize_kernel = jax.jit(lambda kernel: quantize(at_least_float32(kernel), setting.scheme, setting.bits, axes))
+    quantize_kernel = jax.jit(lambda kernel: quantize(at_least_float32(kernel), scheme, setting.bits, axes))
     return map_kernels(params, include, lambda kernel, path: quantize_kernel(kernel))
 
 
@@ -272,6 +323,7 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
     from orthojax.model import linear as float_linear  # here, so that flax is not needed for `integer_params`
 
     require_integers(setting)
+    scheme: Any = setting.scheme
 
     def linear(x: jax.Array, kernel: Any, bias: jax.Array | None, path: str) -> jax.Array:
         if not isinstance(kernel, Quantized):
@@ -281,7 +333,7 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
         if setting.inputs is None:
             y = float_linear(wide, dequantize(kernel), bias, path)
         else:
-            q = quantize(wide, setting.scheme, setting.input_bits, _input_axes(wide, setting))
+            q = quantize(wide, scheme, setting.input_bits, _input_axes(wide, setting))
             contracted = (((x.ndim - 1,), (0,)), ((), ()))
             sums = jax.lax.dot_general(q.qvalue, kernel.qvalue, contracted, preferred_element_type=jnp.int32)
             row = (1,) * (x.ndim - 1) + (-1,)

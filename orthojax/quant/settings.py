@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from orthojax.config import check_types
 from orthojax.errors import UserError, nearest
-from orthojax.ops.quantize import Scheme
+from orthojax.ops.quantize import FloatFormat, Scheme
 
 ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 """Every path in which no component is called head."""
@@ -25,12 +25,15 @@ class QuantizationSetting:
     """The values that a linear layer y = x @ kernel + bias rounds, and those of them that share a scale.
 
     Attributes:
-      bits: Width of the integers of weights, and of all others if `activation_bits` is not given.
-      scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value).
-      weights: One scale for each output channel (column of the kernel), or one for the whole kernel.
+      bits: Width of the numbers of weights, and of all others if `activation_bits` is not given.
+      scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value) for integers; `e4m3`, `mxfp4` or
+        `nvfp4` for the floats of `orthojax.ops.quantize`, whose `bits` are 8, 4 and 4: simulation only.
+      weights: One scale for each output channel (column of the kernel), one for the whole kernel, or one for each
+        `block` of a float format, of which the last may be smaller: 128 x 128 (`e4m3`), or 32 (`mxfp4`) or 16 (`nvfp4`)
+        neighbouring input features of an output channel.
       inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
-        features, one for the whole batch, or None for inputs that stay float. One for each feature cannot be pulled out
-        of an integer product: simulation only.
+        features, one for the whole batch, one for each `block` of 128, 32 or 16 features of a token, or None for inputs
+        that stay float. One for each feature cannot be pulled out of an integer product: simulation only.
       outputs: One scale for all of y, bias included, or None for outputs that stay float.
       activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
@@ -38,16 +41,20 @@ class QuantizationSetting:
       float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
         the kernel, and as many output features if outputs are rounded: to find the channels that do damage. Simulation
         only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
+      keys_and_values: Width of the integers of the keys and values in a cache, with the scheme `zeropoint` and a scale
+        for each token and head over its channels, as QuaRot (arXiv 2404.00456) with groups of the head's width; None
+        for float ones. `rounded_model` rounds them. Simulation only.
     """
 
     bits: int
-    scheme: Scheme
-    weights: Literal["output_channel", "tensor"]
-    inputs: Literal["feature", "token", "tensor"] | None = None
+    scheme: Scheme | FloatFormat
+    weights: Literal["output_channel", "tensor", "block"]
+    inputs: Literal["feature", "token", "tensor", "block"] | None = None
     outputs: Literal["tensor"] | None = None
     activation_bits: int | None = None
     group_size: int | None = None
     float_features: int = 0
+    keys_and_values: int | None = None
 
     def __post_init__(self):
         check_types(self, "QuantizationSetting")
@@ -58,12 +65,29 @@ class QuantizationSetting:
         if self.activation_bits is not None and self.inputs is None and self.outputs is None:
             problem = f"activation_bits={self.activation_bits} without rounded activations"
             raise UserError(problem, allowed="inputs or outputs")
-        for name, bits in (("bits", self.bits), ("activation_bits", self.input_bits)):
-            if not 2 <= bits <= 16:
+        widths = {"bits": self.bits, "activation_bits": self.input_bits, "keys_and_values": self.keys_and_values}
+        for name, bits in widths.items():
+            if bits is not None and not 2 <= bits <= 16:
                 raise UserError(f"{name}={bits} cannot be simulated", allowed="2 to 16")
-        if self.group_size is not None and (self.group_size < 1 or self.weights == "tensor"):
+        if self.group_size is not None and (self.group_size < 1 or self.weights != "output_channel"):
             problem = f"group_size={self.group_size} with weights={self.weights!r}"
             raise UserError(problem, allowed="1 or more, with weights='output_channel'")
+        self._check_format()
+
+    def _check_format(self):
+        if self.scheme in get_args(Scheme):
+            if "block" in (self.weights, self.inputs):
+                problem = f"scheme={self.scheme!r} with weights={self.weights!r}, inputs={self.inputs!r}"
+                raise UserError(problem, allowed="'block' with a float format, group_size with integers")
+            return
+        bits = 8 if self.scheme == "e4m3" else 4
+        if self.bits != bits or self.activation_bits is not None or self.group_size is not None or self.float_features:
+            rest = f"activation_bits={self.activation_bits}, group_size={self.group_size}, "
+            problem = f"scheme={self.scheme!r} with bits={self.bits}, {rest}float_features={self.float_features}"
+            raise UserError(problem, allowed=f"bits={bits}, none of the others")
+        if self.scheme != "e4m3" and (self.weights != "block" or self.inputs not in ("block", None) or self.outputs):
+            problem = f"scheme={self.scheme!r} with weights={self.weights!r}, inputs={self.inputs!r}"
+            raise UserError(f"{problem}, outputs={self.outputs!r}", allowed="'block', 'block' or None, None")
 
     @property
     def input_bits(self) -> int:
@@ -103,9 +127,17 @@ MORE_SETTINGS = {
     "w4a8_group64": _per_token(4, activation_bits=8, group_size=64),
     "w4a4": _per_token(4),
     "w4a4_group64": _per_token(4, group_size=64),
+    "w4a4kv4": _per_token(4, keys_and_values=4),
+    "int4_group128": QuantizationSetting(4, "absmax", "output_channel", group_size=128),
+    "fp8_e4m3": QuantizationSetting(8, "e4m3", "tensor", inputs="tensor"),
+    "fp8_e4m3_block128": QuantizationSetting(8, "e4m3", "block", inputs="block"),
+    "mxfp4": QuantizationSetting(4, "mxfp4", "block", inputs="block"),
+    "nvfp4": QuantizationSetting(4, "nvfp4", "block", inputs="block"),
 }
 """Settings beyond the paper's, evaluated on request: wXaY has weights of X bits with a scale for each output channel
-(and group of 64 input features), and inputs of Y bits with a scale for each token."""
+(and group of 64 input features), and inputs of Y bits with a scale for each token; kvZ has keys and values of Z bits.
+`int4_group128` rounds weights only. The floats are those of `orthojax.ops.quantize`: `fp8_e4m3` has one scale for a
+kernel and one for its inputs, the others have blocks."""
 
 
 def setting_named(name: str) -> QuantizationSetting:

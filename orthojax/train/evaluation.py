@@ -76,7 +76,7 @@ def settings_that_do_not_fit(loaded: LoadedModel, settings: Mapping[str, quant.Q
     for name, setting in settings.items():
         if setting.group_size is None:
             continue
-        model = Transformer(loaded.config.model, linear=quant.quantized_linear(setting))
+        model = quant.rounded_model(loaded.config.model, setting)
         try:
             jax.eval_shape(model.apply, {"params": loaded.params}, jnp.zeros((1, 2), jnp.int32))
         except UserError as error:
@@ -189,8 +189,8 @@ def rounded_perplexities(
     metrics, model = {}, loaded.config.model
     for name, setting in settings.items():
         for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
-            linear_function = quant.quantized_linear(setting, "" if head else quant.ALL_BUT_HEAD)
-            quantized = Transformer(model, linear=linear_function, linear_head=head)
+            include = "" if head else quant.ALL_BUT_HEAD
+            quantized = quant.rounded_model(model, setting, include, linear_head=head)
             rounded = validation_loss_nats(loaded.config, loaded.params, inputs, model=quantized)
             metrics[f"perplexity_{name}{suffix}"] = perplexity(rounded)
             on_progress(name + suffix)

@@ -16,7 +16,7 @@ from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.claims import Metric
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
 from orthojax.experiments.results import Numbers
-from orthojax.model import Interventions, LoadedModel, Taps, Transformer
+from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
@@ -260,7 +260,7 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         del found[key]  # which the evaluation has
     models = {"perplexity": loaded.model}
     for name, setting in quant.SETTINGS.items():
-        models[f"perplexity_{name}"] = Transformer(loaded.config.model, linear=quant.quantized_linear(setting))
+        models[f"perplexity_{name}"] = quant.rounded_model(loaded.config.model, setting)
     for name, model in models.items():
         found[name] = perplexity(validation_loss_nats(loaded.config, loaded.params, inputs, model=model))
     say("outliers")

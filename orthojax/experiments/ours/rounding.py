@@ -34,14 +34,13 @@ _Rounded = Iterable[tuple[str, Transformer, Any]]
 
 def _four_bits(config: ModelConfig, params: Any) -> _Rounded:
     for name in FOUR_BIT:
-        yield name, Transformer(config, linear=quant.quantized_linear(quant.setting_named(name))), params
+        yield name, quant.rounded_model(config, quant.setting_named(name)), params
 
 
 def _others(config: ModelConfig, params: Any, calibration: quant.Calibration) -> _Rounded:
     """Yields what neither `evaluate` nor `_four_bits` has."""
     for name, setting in quant.SETTINGS.items():
-        linear = quant.quantized_linear(setting, "")
-        yield f"{name}_with_head", Transformer(config, linear=linear, linear_head=True), params
+        yield f"{name}_with_head", quant.rounded_model(config, setting, "", linear_head=True), params
     for name, setting in _STATIC.items():
         yield f"{name}_static", Transformer(config, linear=quant.static_linear(setting, calibration)), params
     for name in _HALVES:

@@ -78,7 +78,7 @@ def _quantized(setting: QuantizationSetting, include: str = quant.ALL_BUT_HEAD, 
     loaded = _model()
     config = dataclasses.replace(loaded.config.model, scan_layers=loaded.config.model.scan_layers and not unrolled)
     params = unstack_layers(loaded.params) if unrolled else loaded.params
-    return _perplexity(Transformer(config, linear=quant.quantized_linear(setting, include)), params)
+    return _perplexity(quant.rounded_model(config, setting, include), params)
 
 
 _KINDS = ("attention/query", "attention/key", "attention/value", "attention/output", "mlp/gate", "mlp/input",

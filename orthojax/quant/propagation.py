@@ -1,0 +1,83 @@
+"""Where rounding does its damage: the error of every linear layer, split into what it gets and what it adds."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from orthojax.ops.statistics import at_least_float32, norm
+from orthojax.quant.linear import rounded_model
+from orthojax.quant.settings import QuantizationSetting
+
+if TYPE_CHECKING:
+    from orthojax.model import Transformer
+
+
+def rounding_error(
+    model: "Transformer", params: Any, setting: QuantizationSetting, tokens: ArrayLike
+) -> dict[str, float]:
+    r"""Compares a float model with its `rounded_model` on the same tokens, layer by layer.
+
+    With the function f of a linear layer, its rounded one g, and its input x in the float model and z in the rounded
+    one, the signal-to-quantisation-noise ratios over all tokens and outputs are, in dB,
+
+        sqnr_db = 10 log10(||f(x)||^2 / ||g(z) - f(x)||^2)
+        inherited_sqnr_db = 10 log10(||f(x)||^2 / ||f(z) - f(x)||^2), of what layers before have done
+        added_sqnr_db = 10 log10(||f(x)||^2 / ||g(z) - f(z)||^2), of the layer's own rounding
+
+    and infinite without an error, as of the head, which stays float. Rounded keys and values are part of what the
+    output of attention inherits. `last_state_error` is ||h' - h||_2 / ||h||_2, mean over tokens, of the last block's
+    outputs h before the final norm: R_L of arXiv 2509.23500. Definition here: the split, with the noise of f(z).
+
+    Args:
+      model: The float model; scanned layers are unrolled.
+      params: Its parameters.
+      setting: What is rounded; scales of activations are those of these tokens.
+      tokens: int [B, T].
+
+    Returns:
+      `sqnr_db/PATH`, `inherited_sqnr_db/PATH` and `added_sqnr_db/PATH`, with paths such as `layers_0/attention/query`
+      and `head`; and `last_state_error`.
+    """
+    from orthojax.model import unstack_layers  # here, as in `linear`
+
+    params = unstack_layers(params) if model.config.scan_layers else params
+    # Without rematerialisation: what is kept here would not leave its trace.
+    config = dataclasses.replace(model.config, scan_layers=False, remat=False)
+    rounded = rounded_model(config, setting)
+
+    def squares(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(at_least_float32(x)))
+
+    def run(params: Any, tokens: jax.Array) -> tuple[dict[str, tuple[jax.Array, ...]], jax.Array]:
+        outputs: dict[str, jax.Array] = {}
+        powers: dict[str, tuple[jax.Array, ...]] = {}
+
+        def plain(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+            outputs[path] = model.linear(x, kernel, bias, path)
+            return outputs[path]
+
+        def compared(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+            expected, y = outputs[path], rounded.linear(x, kernel, bias, path)
+            without = model.linear(x, kernel, bias, path)
+            powers[path] = squares(expected), squares(y - expected), squares(without - expected), squares(y - without)
+            return y
+
+        states = []
+        for linear, of in ((plain, model), (compared, rounded)):
+            of = of.clone(config=config, linear=linear, linear_head=True)
+            seen: Any = of.apply({"params": params}, tokens, observe=lambda taps: at_least_float32(taps.residual))
+            states.append(seen[1][-1])
+        h, other = states
+        return powers, jnp.mean(norm(other - h) / norm(h))
+
+    powers, error = jax.device_get(jax.jit(run)(params, jnp.asarray(tokens)))
+    found = {}
+    for path, (signal, *noises) in powers.items():
+        for name, noise in zip(("sqnr_db", "inherited_sqnr_db", "added_sqnr_db"), noises, strict=True):
+            with np.errstate(divide="ignore"):
+                found[f"{name}/{path}"] = float(10 * np.log10(np.float64(signal) / np.float64(noise)))
+    return found | {"last_state_error": float(error)}
