@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-
 from orthojax import analysis, quant
 from orthojax.config import Config, replace
 from orthojax.experiments.base import BREAKING_MODEL
@@ -52,7 +51,7 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     if model.embedding_projection:
         params, model = fold_embedding_projection(params, model)
     config = dataclasses.replace(loaded.config, model=model)
-    plain = dataclasses.replace(loaded, model=Transformer(model), params=params, config=config)
+    plain = loaded._replace(model=Transformer(model), params=params, config=config)
     found = rounded_perplexities(plain, inputs, {name: quant.setting_named(name) for name in FORMATS}, on_progress=say)
     rotated, of_rotated, wrap = quant.rotate_after_training(params, model)
     for name in _ROTATED:
@@ -73,7 +72,7 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 ROUNDED = Measure("preventions", _rounded)
 
-_BASE = replace(BREAKING_MODEL, {"train.steps": 2500, "train.checkpoint_every_steps": 500})
+_BASE = replace(BREAKING_MODEL, {"train.steps": 2000, "train.checkpoint_every_steps": 500})
 _MUON: dict[str, Any] = {"optim.optimizer": "muon", "optim.momentum": 0.95}
 _MARRIED = _MUON | {"optim.muon_embeddings": "orthoadam"}
 _SOAP = {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95}
@@ -100,13 +99,13 @@ TUNING = Study(
     name="preventions_tuning",
     title="Learning rates for the comparison of preventions, three for each optimizer",
     runs=lambda scale: {
-        f"{name}_{rate:g}": _with_rate(changes, rate, 1500)
+        f"{name}_{rate:g}": _with_rate(changes, rate, 1000)
         for name, (changes, rates) in _OPTIMIZERS.items()
         for rate in rates
     },
     seeds=(100,),  # of no comparison
     rounding=False,
-    note="1,500 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
+    note="1,000 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
     "also of the same optimizer with other architectures. `married` is Muon with OrthoAdam on the embeddings.",
     columns=["perplexity", WORST],
 )
@@ -135,9 +134,7 @@ _RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _runs(scale: str) -> dict[str, Config]:
-    return {
-        name: _with_rate(_OPTIMIZERS[of][0] | changes, _TUNED[of]) for name, (of, changes) in _RECIPES.items()
-    }
+    return {name: _with_rate(_OPTIMIZERS[of][0] | changes, _TUNED[of]) for name, (of, changes) in _RECIPES.items()}
 
 
 def _correlates(metric: Metric, setting: str, least: float) -> Claim:
@@ -168,7 +165,7 @@ PREVENTIONS = Study(
     measures=(ROUNDED,),
     rounding=False,
     cost_reference=lambda name: "adam",
-    note="2,500 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but "
+    note="2,000 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but "
     "`osp_channel_norm`, and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for "
     "the optimizer. `osp` is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), "
     "`osp_adam` the same with Adam, `married` Muon with OrthoAdam on the embeddings, `gate` the elementwise gate of "
