@@ -55,12 +55,16 @@ def scheme(x):
 
 CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
 CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS.items()}
+for name in ("fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"):
+    of_floats = quant.quantized_linear(quant.setting_named(name))
+    CASES[f"linear: {name}"] = (lambda x, w, of=of_floats: of(x, w, None, "mlp"), HIDDEN, (D, 6))
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))
 for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"):
     CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
 OF_HIDDEN = """
     kurtosis_first kurtosis_rest kurtosis_pooled max_abs_first max_abs_rest max_abs_first_maximum max_abs_rest_maximum
     norm_ratio_first norm_ratio_rest residual_norm_first residual_norm_rest value_norm_first value_norm_rest
+    osp_kurtosis max_over_median
 """.split()
 OF_WEIGHTS = [f"first_attention_{name}" for name in ("fraction", "mass", "mass_by_head")]
 CASES |= {name: (getattr(analysis, name), HIDDEN) for name in OF_HIDDEN}
@@ -90,6 +94,7 @@ CASES |= {
     "kurtosis": (ops.kurtosis, HIDDEN),
     "norm_ratio": (ops.norm_ratio, HIDDEN),
     "sink_rate": (analysis.sink_rate, (3, N)),
+    "gu_sink_rate": (lambda w: (analysis.gu_sink_rate(w), analysis.gu_sink_rate(w, any_key=True)), WEIGHTS),
     "schemes": (scheme, KERNEL),
     "quantize_params": (lambda x: quant.quantize_params({"kernel": x}, quant.INT4_ZEROPOINT, "kernel"), KERNEL),
     "apply_matrix": (lambda x, m: orthogonal.apply_matrix(x, m, 1), KERNEL, KERNEL),

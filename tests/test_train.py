@@ -46,6 +46,7 @@ from orthojax.train import (
     make_train_step,
     open_inputs,
     read_params,
+    rounded_perplexities,
     settings_that_do_not_fit,
     train,
 )  # fmt: skip
@@ -610,6 +611,15 @@ def test_a_setting_that_does_not_fit_is_refused():
     assert list(settings_that_do_not_fit(model, settings)) == ["w4a8_group64"]
     with pytest.raises(UserError, match="w4a8_group64"):
         evaluate(model, inputs(), settings=settings)
+
+
+def test_further_settings_are_all_that_they_say():
+    model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model, 0.5))
+    settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4", "fp8_e4m3_block128", "nvfp4")}
+    found = rounded_perplexities(model, inputs(), settings)
+    assert list(found) == [f"perplexity_{name}" for name in settings]
+    assert len(set(found.values())) == 4  # w4a4kv4 differs from w4a4 in keys and values alone
+    assert all(map(math.isfinite, found.values()))
 
 
 def test_fused_attention_of_another_platform_is_refused():

@@ -90,7 +90,7 @@ def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool =
     weights = at_least_float32(attention_weights(weights))
     if weights.shape[2] != weights.shape[3]:
         raise ValueError(f"weights of shape {weights.shape}; allowed: as many queries as keys")
-    alpha = jnp.sum(weights, axis=2) / jnp.arange(weights.shape[2], 0, -1)[None, None]
+    alpha = jnp.sum(weights, axis=2) / jnp.arange(weights.shape[2], 0, -1, weights.dtype)[None, None]
     alpha = jnp.max(alpha, axis=-1) if any_key else alpha[..., 0]
     return jnp.mean(alpha > threshold, dtype=jnp.float32)
 

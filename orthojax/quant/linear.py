@@ -1,6 +1,7 @@
 """Post-training quantisation, simulated in floats or on integers: linear layers, and trees of parameters for them.
 
-Only linear layers round anything; embeddings, norms and softmax stay float, and by default so does the output head.
+Linear layers round, and in a `rounded_model` keys and values where a setting says so; embeddings, norms and softmax
+stay float, and by default so does the output head.
 `quantized_linear(setting, include="")` rounds the head as well: an untied kernel, and tied embeddings in a
 `Transformer(linear_head=True)`, whose token table is then the kernel of the head; for the lookup it stays float.
 

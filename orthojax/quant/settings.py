@@ -43,7 +43,8 @@ class QuantizationSetting:
         only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
       keys_and_values: Width of the integers of the keys and values in a cache, with the scheme `zeropoint` and a scale
         for each token and head over its channels, as QuaRot (arXiv 2404.00456) with groups of the head's width; None
-        for float ones. `rounded_model` rounds them. Simulation only.
+        for float ones. `rounded_model` rounds them, those of latent attention as whole keys and values, though a cache
+        could hold its latent. Simulation only.
     """
 
     bits: int
