@@ -4,6 +4,7 @@ import dataclasses
 import operator
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from orthojax.experiments.claims import (
     any_of,
     check,
     dominated,
+    equivalent,
     excess_left,
     function,
     judge,
@@ -267,6 +269,18 @@ def test_shared_criteria_are_those_of_their_formulas():
     assert verdict(Claim("", (left < 0.2001) & (left > 0.1999)), **rows) == "holds"
     assert verdict(Claim("", excess_left("a", "b") > 1), a=before, b={"first_attention_fraction": 0.0}) == "holds"
     assert verdict(Claim("", abs(lost("int8_coarse")["a"] - 0.2) < 1e-9), **rows) == "holds"
+
+
+@pytest.mark.parametrize(("spread", "shift", "holds"), [(0.002, 0.0, True), (0.002, 0.009, False), (0.02, 0.0, False)])
+def test_equal_perplexity_needs_an_interval_within_the_margin(spread, shift, holds):
+    logs = shift + spread * np.array([-1.0, 0.3, 0.7])
+    vanilla = [{"perplexity": p} for p in (10.0, 20.0, 30.0)]
+    cured = [{"perplexity": of["perplexity"] * float(np.exp(x))} for of, x in zip(vanilla, logs, strict=True)]
+    half = 2.919986 * np.std(logs, ddof=1) / np.sqrt(3)  # the quantile 0.95 of t with two degrees of freedom
+    assert holds == (np.mean(logs) - half > -np.log(1.01) and np.mean(logs) + half < np.log(1.01))
+    judged = judge(equivalent("", "cured", "vanilla"), made_up(vanilla=vanilla, cured=cured))
+    assert judged.verdict == ("holds" if holds else "does not hold")
+    assert judge(equivalent("", "cured", "vanilla"), made_up(vanilla=vanilla[:1], cured=cured[:1])).verdict != "holds"
 
 
 MASS, KURTOSIS = Metric("first_attention_mass"), Metric("kurtosis_rest")
