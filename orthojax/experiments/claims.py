@@ -394,7 +394,7 @@ def worst(variant: str) -> Expr:
     return largest(FIRST[variant], REST[variant])
 
 
-def dominated(variant: str, times: float = 2) -> Expr:
+def dominated(variant: str, times: float = 1.5) -> Expr:
     """Returns whether the first token is most attended `times` as often as by chance."""
     return FRACTION[variant] >= times * CHANCE[variant]
 

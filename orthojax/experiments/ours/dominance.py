@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from orthojax.config import Config, replace
 from orthojax.experiments.base import METHODS, REPEATED_MODEL
 from orthojax.experiments.claims import (
-    CHANCE,
     COARSE,
     DRAIN,
     FRACTION,
@@ -15,7 +14,6 @@ from orthojax.experiments.claims import (
     PEAK,
     PPL,
     Claim,
-    Metric,
     cured_outliers,
     dominated,
     excess_left,
@@ -166,9 +164,7 @@ REPEATED_SETTINGS = Study(
     pictures=_BY_STEP,
 )  # fmt: skip
 
-_TIMES = Metric("queries that attend most to the first token, over chance", lambda of: FRACTION(of) / CHANCE(of))
-# Twice what chance gives, as elsewhere, is about what vanilla has here, so seeds would decide what is testable.
-_PREFERRED = (_TIMES["vanilla"] >= 1.5).in_every_seed()
+_PREFERRED = dominated("vanilla").in_every_seed()
 ORDINARY_TEXT = Study(
     name="ordinary_text",
     title="Ordinary text with <s>: attention to the first token, and which part of the cure takes it away",

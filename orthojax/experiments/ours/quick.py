@@ -58,7 +58,7 @@ QUICK = Study(
         Claim("It takes attention off the first token.",
               MASS["cured"] < 0.5 * MASS["vanilla"], MASS["vanilla"] > 1.25 * CHANCE["vanilla"]),
         Claim("The first token dominates less: it is the most attended key of fewer queries.",
-              excess_left("cured", "vanilla") <= 0.5, dominated("vanilla", 1.5)),
+              excess_left("cured", "vanilla") <= 0.5, dominated("vanilla")),
         Claim("It costs no performance.", PPL["cured"] / PPL["vanilla"] - 1 < 0.03),
         Claim("Bigram-Backcopy: softmax attention parks on <s> and drains its value.",
               (SINK["backcopy_softmax"] > 0.5) & (DRAIN["backcopy_softmax"] < 0.5)),
