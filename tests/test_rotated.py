@@ -22,6 +22,7 @@ CONFIGS = {
     "parallel": dataclasses.replace(
         LLAMA, block="parallel", use_bias=True, gated_attention=True, normalizer="softmax1"
     ),
+    "gate": dataclasses.replace(LLAMA, gated_attention="elementwise"),
     "linear": dataclasses.replace(LLAMA, mlp=("linear", "none"), attention=(False, True), scan_layers=False),
     "no norm": dataclasses.replace(LLAMA, norm="none", mlp="relu", normalizer="learned_sink"),
 }
@@ -85,6 +86,9 @@ def test_a_model_with_an_outlier_channel_is_saved(bits):
 REFUSED = {
     "norm='layernorm'": {"norm": "layernorm"},
     "block='output_norm'": {"block": "output_norm"},
+    "gated_attention='value'": {"gated_attention": "value"},
+    "gated_norm_rank=4": {"gated_norm_rank": 4},
+    "embedding_projection": {"embedding_projection": True},
     "fixed_rotation": {"fixed_rotation": True, "scan_layers": False},
 }
 

@@ -28,9 +28,10 @@ def rotate_after_training(
     Norm scales are folded into the linear layers that read them. With one orthogonal matrix Q, a Hadamard transform
     after random signs (`orthojax.ops.orthogonal`), what is read from the residual stream x is a kernel Q W, and what is
     written is W Q^T, so that the stream is Q x. Values are transformed head by head, in the kernel of the values, and
-    back in that of the output. The hidden units of the MLP are transformed while the model runs, by the linear function
-    that the third result makes of another one, and its output kernel undoes that. QuaRot (arXiv 2404.00456) also
-    transforms across heads, and queries and keys after their positions, which this does not.
+    back in that of the output, unless a gate multiplies each of their channels. The hidden units of the MLP are
+    transformed while the model runs, by the linear function that the third result makes of another one, and its output
+    kernel undoes that. QuaRot (arXiv 2404.00456) also transforms across heads, and queries and keys after their
+    positions, which this does not.
 
     It helps inputs. Where one channel is most of the norm of x but its row of a kernel is small, kernels of few bits
     can get worse: rounded, that row loses little, while after a rotation all rows meet the channel.
@@ -126,10 +127,11 @@ def _rotated_layer(layer: Any, config: ModelConfig, rotate: Rotate) -> Any:
         for of in kernels.values():
             if of is not output or len(kernels) == 1:  # of an MLP that is one linear layer
                 of["kernel"] = rotate(scale * of["kernel"], -2)
-        if part == "attention":
+        # A gate for each channel of a head does not commute with a transform of the channels.
+        if part == "attention" and config.gated_attention != "elementwise":
             kernels["value"] |= {leaf: _by_head(x, config, -1) for leaf, x in kernels["value"].items()}
             output["kernel"] = _by_head(output["kernel"], config, -2)
-        else:
+        if part == "mlp":
             output["kernel"] = fixed_transform(output["kernel"], output["kernel"].ndim - 2)
         output |= {leaf: rotate(x, -1) for leaf, x in output.items()}
         new[part] = layer[part] | kernels
