@@ -163,9 +163,9 @@ def _breaks(setting: str) -> Any:
 _DRAWN = (COARSE, "w4a4", "mxfp4", "nvfp4")
 _ABOUT = (
     "4,000 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but `osp_channel_norm`, "
-    "and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for the optimizer. `osp` is "
-    "Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), `married` Muon with OrthoAdam on "
-    "the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after training."
+    "and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for the optimizer. `osp` "
+    "is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), `married` Muon with OrthoAdam "
+    "on the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after training."
 )
 _COLUMNS: Any = ["perplexity kurtosis_first kurtosis_rest osp_kurtosis", PEAK,
                  "first_attention_fraction first_attention_mass gu_sink_rate"]  # fmt: skip
