@@ -1,7 +1,5 @@
 """Measures of Bigram-Backcopy models: recorded steps, the first token's residual stream, interventions, keys."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,32 +194,3 @@ def test_key_mass_is_counted_by_hand():
     assert set(found) == set(expected)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
-
-
-def test_aligned_metrics_are_those_of_the_taps(run):
-    folder, inputs, _ = run
-    loaded = load(folder)
-    found = measured(measures.ALIGNED, loaded, inputs)
-    tokens = inputs.evaluation[: measures.ALIGNED_ROWS, :-1]
-    apply = jax.jit(functools.partial(loaded.model.apply, observe=lambda taps: taps._asdict()))
-    taps = apply({"params": loaded.params}, tokens)[1]
-    weights, logits = (
-        np.asarray(taps[f"attention_{name}"], float) for name in ("weights", "logits")
-    )  # [L, B, N, T, S]
-    on_first = weights[:, :, :, 1:, 0].mean(axis=(1, 2, 3))
-    layer = int(found["sink_layer"])
-    assert layer == np.argmax(on_first)
-    assert found["first_weight"] == pytest.approx(on_first[layer], rel=1e-5)
-    gaps = [logits[layer, :, :, t, 0] - logits[layer, :, :, t, 1:t].mean(-1) for t in range(2, tokens.shape[1])]
-    assert found["gap"] == pytest.approx(np.mean(gaps), rel=1e-4)
-    norms = np.linalg.norm(np.asarray(taps["residual"], float), axis=-1)
-    assert found["peak"] == pytest.approx((norms[:, :, 0].mean(1) / norms[:, :, 1:].mean(axis=(1, 2))).max(), rel=1e-4)
-    values = np.asarray(taps["value_norms"], float)  # [L, B, N, T]
-    drains = values[..., 0].mean((1, 2)) / values[..., 1:].mean((1, 2, 3))
-    assert found["drain"] == pytest.approx(drains.min(), rel=1e-4)
-    before, between, after = (np.linalg.norm(np.asarray(taps[name], float)[:, :, 0], axis=-1).mean(1)
-                              for name in ("residual_before", "post_attention", "residual"))  # fmt: skip
-    made = int(np.argmax(after - before))
-    assert found["made_by"] == made + 1
-    assert found["made_by_mlp"] == pytest.approx(((after - between) / (after - before))[made], rel=1e-3)
-    assert 0 < found["spread_first"] < 10

@@ -8,7 +8,7 @@ from orthojax.experiments.active_dormant.conditions import (
     NEEDED_HEAD,
 )
 from orthojax.experiments.active_dormant.norm_toys import NORM_TOYS
-from orthojax.experiments.active_dormant.phenomena import ALIGNED, ONE_LAYER, PEAK_BLOCKS, PUBLISHED_SIZE, THREE_LAYERS
+from orthojax.experiments.active_dormant.phenomena import ONE_LAYER, PEAK_BLOCKS, PUBLISHED_SIZE, THREE_LAYERS
 from orthojax.experiments.active_dormant.simplified import SIMPLIFIED_MODEL, SIMPLIFIED_THREE_LAYERS
 from orthojax.experiments.active_dormant.sink_theory import SINK_THEORY
 from orthojax.experiments.study import Study
@@ -17,5 +17,4 @@ STUDIES: tuple[Study, ...] = (
     ONE_LAYER, PUBLISHED_SIZE, THREE_LAYERS, PEAK_BLOCKS, BACKCOPY_RULES, NEEDED_HEAD, BREAK_CONDITIONS_MAP,
     BACKCOPY_CURE, SOFTMAX1_SINKS, SINK_REINFORCEMENT,
     SIMPLIFIED_MODEL, SIMPLIFIED_THREE_LAYERS, SINK_THEORY, NORM_TOYS,
-    ALIGNED,
 )  # fmt: skip

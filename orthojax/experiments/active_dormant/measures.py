@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from orthojax import analysis, quant
-from orthojax.analysis.sink_logits import sink_logit_gap_sum
 from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.claims import Metric
@@ -268,66 +266,3 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 
 OUTLIERS = Measure("outliers", _outliers)
-
-ALIGNED_ROWS, LAST_TOKENS = 8, 128
-
-
-def _observe(taps: analysis.Taps) -> dict[str, jax.Array]:
-    """Computes means of one block over a batch; by head [N] if heads have them."""
-    gap, queries = sink_logit_gap_sum(taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool))
-    return {
-        # Without query 0, which sees no other key: at two lengths its share of the queries differs.
-        "first_weight": analysis.first_attention_mass_by_head(taps.attention_weights[:, :, 1:]),
-        "gap": gap / queries,
-        "values": jnp.stack([f(taps.value_norms) for f in (analysis.value_norm_first, analysis.value_norm_rest)]),
-        "residuals": jnp.stack([f(taps.residual) for f in (analysis.residual_norm_first, analysis.residual_norm_rest)]),
-        # At the first position: the input of the block, the stream after its attention, and after its MLP.
-        "first_norms": jnp.stack(
-            [analysis.residual_norm_first(x) for x in (taps.residual_before, taps.post_attention, taps.residual)]
-        ),
-    }
-
-
-def _last_logits(taps: analysis.Taps) -> jax.Array:
-    return taps.attention_logits[:, :, -1].astype(jnp.float32)  # [B, N, S]
-
-
-def _align(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Computes sink, drain, peak and concentration, with the first position against all others whatever its token.
-
-    `sink_layer` is the layer with most weight on the first position, in the mean over heads; `gap` and the spreads are
-    of it. `drain` and `peak` are those of the most pronounced layer. `made_by` is the block that raises the norm of the
-    first position most, and `made_by_mlp` the share of its MLP in what that block adds.
-    """
-    tokens = np.asarray(inputs.evaluation[:ALIGNED_ROWS, :-1])
-    by_row: Any = [analysis.measure(loaded, [jnp.asarray(row[None])], _observe) for row in tokens]
-    seen = {name: np.mean([np.asarray(of[name]) for of in by_row], axis=0) for name in by_row[0]}
-    # The published probe: one text, with many last tokens.
-    texts = np.repeat(tokens[:1], LAST_TOKENS, axis=0)
-    texts[:, -1] = np.random.default_rng(0).choice(np.unique(inputs.evaluation[:, 1:]), LAST_TOKENS)
-    logits: Any = [
-        np.asarray(analysis.measure(loaded, [jnp.asarray(texts[i : i + 32])], _last_logits))
-        for i in range(0, LAST_TOKENS, 32)
-    ]
-    spread = np.concatenate(logits, axis=1).std(axis=1)  # [L, N, S]
-    weight, norms = seen["first_weight"].mean(axis=-1), seen["first_norms"]
-    layer, rise = int(np.argmax(weight)), norms[:, 2] - norms[:, 0]
-    made = int(np.argmax(rise))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        values = seen["values"][:, 0] / seen["values"][:, 1]  # a layer without attention has no values
-    found = {
-        "sink_layer": layer,
-        "first_weight": weight[layer],
-        "gap": seen["gap"][layer].mean(),
-        "drain": np.nanmin(values),
-        "peak": (seen["residuals"][:, 0] / seen["residuals"][:, 1]).max(),
-        "made_by": made + 1,
-        "made_by_mlp": (norms[made, 2] - norms[made, 1]) / rise[made],
-        "spread_first": spread[layer, :, 0].mean(),
-        "spread_rest": spread[layer, :, 1:-1].mean(),
-    }
-    say("aligned")
-    return Measured({name: float(value) for name, value in found.items()})
-
-
-ALIGNED = Measure("aligned", _align)

