@@ -141,7 +141,7 @@ def _runs(recipes: _Recipes) -> dict[str, Config]:
     return {name: _with_rate({**_OPTIMIZERS[of][0], **changes}, _TUNED[of]) for name, (of, changes) in recipes.items()}
 
 
-def _correlates(metric: Metric, setting: str, least: float) -> Claim:
+def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Claim:
     """Returns the claim that recipes with more of a metric lose more to a format."""
 
     def holds(*of: Result) -> bool:
@@ -153,7 +153,7 @@ def _correlates(metric: Metric, setting: str, least: float) -> Claim:
         return float(found.statistic) >= least
 
     words = f"Spearman's rho with the loss over recipes at least {least:g}"
-    return Claim(f"{metric.label} orders what recipes lose at {setting}.", check(holds, words=words))
+    return Claim(f"{metric.label} orders what recipes lose at {setting}.", check(holds, words=words), **more)
 
 
 def _breaks(setting: str) -> Any:
@@ -219,6 +219,8 @@ PREVENTIONS = Study(
         _correlates(Metric("osp_kurtosis"), "w4a4", 0.8),
         _correlates(Metric("last_state_error_w4a4"), "w4a4", 0.8),
         _correlates(Metric("last_state_error_int8_coarse"), COARSE, 0.8),
+        _correlates(PEAK, COARSE, 0.8, added="when one seed was there"),
+        _correlates(WORST, COARSE, 0.8, added="when one seed was there"),
         *(equivalent(f"{name} has the perplexity of Adam within 1%.", name, "adam")
           for name in ("cured", "adam_gate", "married")),
         no_perplexity_lost("No recipe costs perplexity.", "*", "adam",

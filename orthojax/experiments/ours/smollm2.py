@@ -153,8 +153,8 @@ STREAMED = Study(
     ],
 )  # fmt: skip
 
-# A comma, which takes the part of the first token, and <|im_start|>, which text does not have: after a comma alone a row
-# that begins with one has a second massive token. It is the cheapest of ten prefixes that were tried on rows 8 to 11.
+# A comma, which takes the part of the first token, and <|im_start|>, which text does not have: after a comma alone a
+# row that begins with one has a second massive token. The cheapest of ten prefixes that were tried on rows 8 to 11.
 _PREFIX = (28, 1)
 _FRESH = 40  # rows from here on
 _SAFE = (COARSE, "int8_moderate", "int8_fine_per_token", "w4a8", "w4a4", "w4a4kv4", "mxfp4", "nvfp4")
