@@ -134,7 +134,7 @@ def dry_run(config: Config) -> Iterator[str]:
     yield entry("tokens", f"{tokens:,}")
     yield entry("FLOPs", f"{tokens * flops:.3g}, {flops:,} a token")
     rows = None if program.mesh is None else NamedSharding(program.mesh, ROWS)
-    batch = jax.ShapeDtypeStruct((train.batch_size, length + 1), jnp.int32, sharding=rows)
+    batch = jax.ShapeDtypeStruct((train.batch_size, config.data.row_length), jnp.int32, sharding=rows)
     compiled = program.step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
     parts = {
         "parameters": _bytes_on_one_device(state.params),
