@@ -25,8 +25,8 @@ class Spans(NamedTuple):
 def span_sizes(length: int) -> Spans:
     """Returns the sizes of rows of T = `length` input positions: 15% noise in spans of mean length 3, rounded.
 
-    Their number is fixed, as in T5's code, so that rows have no padding. Definition here: T5 fits the text to lengths of
-    inputs and targets, this to their sum.
+    Their number is fixed, as in T5's code, so that rows have no padding. Definition here: T5 fits the text to
+    lengths of inputs and targets, this to their sum.
 
     >>> span_sizes(64)
     Spans(text=57, noise=9, spans=3)
