@@ -87,11 +87,11 @@ def _np_latent_query_key_value(config, x, p):
     return query, np.concatenate([shared, own], -1), value
 
 
-def _np_attention(config, x, p, given, layer):
-    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it."""
+def _np_attention(config, x, p, given, layer, prefix=0):
+    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it; all see the first `prefix` tokens."""
     T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
-    visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
+    visible = (s < prefix) | (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
     normalizers["clipped_softmax"] = ClippedSoftmax()
     if config.latent:

@@ -135,14 +135,16 @@ BIDIRECTIONAL = Study(
     runs=_runs,
     seeds=(1, 2, 3),
     measures=(KEYS, FOUR_BITS),
-    note="Text with repeated passages, rotary positions, swiglu, rows of 64 positions that begin with <s>. `masked`: 15% "
-    "of the tokens are predicted, BERT's 80/10/10; every query sees every key. `prefix`: 15% of the tokens are cut out "
-    "in spans and predicted after the rest, which sees itself whole (T5's prefix LM). Perplexity is over what is "
-    "predicted, on an evaluation set that is corrupted once. A key's share is what it would get if each query that sees "
-    "it attended equally to all that it sees; the key is the position or the token id with most. The last id, 2079, is "
-    "the mask or the end of the prefix, 2078 and below are sentinels. Criteria were committed before any run.",
-    columns=["perplexity kurtosis_first kurtosis_rest kurtosis_of_id first_attention_fraction first_attention_mass", SINK,
-             "first_over_share last_id_over_share", PEAK, "norm_of_id_over_mean", *(lost(name) for name in _LOST)],
+    note="Text with repeated passages, rotary positions, swiglu, rows of 64 positions that begin with <s>. `masked`: "
+    "15% of the tokens are predicted, BERT's 80/10/10; every query sees every key. `prefix`: 15% of the tokens "
+    "are cut out in spans and predicted after the rest, which sees itself whole (T5's prefix LM). Perplexity is "
+    "over what is predicted, on an evaluation set that is corrupted once. A key's share is what it would get if "
+    "each query that sees it attended equally to all that it sees; the key is the position or the token id with "
+    "most. The last id, 2079, is the mask or the end of the prefix, 2078 and below are sentinels. Criteria were "
+    "committed before any run.",
+    columns=["perplexity kurtosis_first kurtosis_rest kurtosis_of_id first_attention_fraction first_attention_mass",
+             SINK, "first_over_share last_id_over_share", PEAK,
+             "norm_of_id_over_mean", *(lost(name) for name in _LOST)],
     tables=[
         Columns("Where it is", ["position_over_share position_of_largest id_over_share id_of_largest kurtosis_of_id "
                 "id_of_kurtosis norm_of_id_over_mean id_of_norm"]),
