@@ -198,8 +198,8 @@ def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = 
         return jnp.ones((1, 1, length, length), bool)
     if config.attention_mask == "prefix":
         assert prefix is not None
-        t, s = jnp.arange(length)[:, None], jnp.arange(length)
-        return (s <= t) | (s < prefix[:, None, None, None])
+        t, s = jnp.arange(length)[:, None], jnp.arange(length)[None]
+        return (s <= t)[None, None] | (s[None, None] < prefix[:, None, None, None])
     return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.attention_window)
 
 
