@@ -208,16 +208,16 @@ def test_a_resumed_run_has_the_same_bits(changes, cache, tmp_path):
     np.testing.assert_array_equal(others.evaluation, inputs.evaluation)  # one set for every seed
     assert (others.batch(0) != inputs.batch(0)).any()
     assert inputs.bits_per_nat_of_loss is None
-    whole = train(config, tmp_path / "whole", inputs)
+    whole = train(config, inputs, tmp_path / "whole")
 
     def fail(step, loss):
         if step == 3:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        train(config, tmp_path / "parts", opened(config, cache), on_step=fail)
+        train(config, opened(config, cache), tmp_path / "parts", on_step=fail)
     started = []
-    resumed = train(config, tmp_path / "parts", opened(config, cache), on_start=started.append)
+    resumed = train(config, opened(config, cache), tmp_path / "parts", on_start=started.append)
     assert started == [2]
     assert bits(resumed.params) == bits(whole.params)
 
