@@ -72,8 +72,8 @@ def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, Ar
     """
     xp: Any = jnp if isinstance(tokens, jax.Array) else np
     if model.attention_mask == "causal":
-        counted = xp.arange(tokens.shape[1] - 1) >= model.relaxed_causal_tokens - 1
-        return tokens[:, :-1], tokens[:, 1:], counted[None]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return inputs, targets, (xp.arange(inputs.shape[1]) >= model.relaxed_causal_tokens - 1)[None]
     T = tokens.shape[1] // 2
     return tokens[:, :T], xp.maximum(tokens[:, T:], 0), tokens[:, T:] >= 0
 
