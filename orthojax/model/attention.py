@@ -27,11 +27,7 @@ class Attention(Part):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        given: Interventions,
-        cached: CachedLayer | None = None,
-        prefix: jax.Array | None = None,
+        self, x: jax.Array, given: Interventions, cached: CachedLayer | None = None, prefix: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
         """Maps [B, T, D] to [B, T, D], the taps that attention fills, and the keys and values that a cache keeps.
 
@@ -58,7 +54,7 @@ class Attention(Part):
             value = scale_first(value, given.first_value_scale[:, None])
         visible = attention_mask(c, T, prefix) if cached is None else cached.slots.visible
         normalizer = self._normalizer()
-        masked = c.relaxed_causal_tokens > 1 or cached is not None or c.attention_mask == "prefix"
+        masked = c.relaxed_causal_tokens > 1 or cached is not None or prefix is not None
         # A mask holds the window; kernels know a causal one with its window by themselves.
         window = None if c.attention_window is None or masked else (c.attention_window - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
