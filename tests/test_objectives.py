@@ -1,6 +1,7 @@
 """Masked tokens and span corruption: what is corrupted and counted, and full and prefix attention that go with them."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,14 @@ from tiny_run import TINY, bits
 
 from orthojax.analysis import chance_of_first
 from orthojax.analysis.catalogue import conditions, define
+from orthojax.commands.any_model import measure_model
 from orthojax.config import ModelConfig, replace
 from orthojax.data.objectives import Corruption, cut_spans, mask_tokens, span_sizes
 from orthojax.errors import UserError
-from orthojax.experiments.ours.bidirectional import observe_keys
-from orthojax.model import Transformer, gpt2, init_cache, llama2, stack_layers
+from orthojax.experiments.ours.bidirectional import KEYS, observe_keys
+from orthojax.model import LoadedModel, Transformer, gpt2, init_cache, llama2, stack_layers
 from orthojax.ops import cross_entropy_nats
-from orthojax.train import open_inputs, train
+from orthojax.train import Inputs, open_inputs, train
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 FULL = {"model.attention_mask": "full", "data.objective": "masked"}
@@ -327,3 +329,40 @@ def test_mass_over_share_is_one_for_equal_weights_and_finds_a_sink(mask):
     found = observe_keys(sink, jnp.asarray(TOKENS), jnp.zeros(11))
     assert float(found["mass"][0]) == TOKENS.size
     assert int(jnp.argmax(found["id_mass"] / jnp.maximum(found["id_share"], 1e-9))) in TOKENS[:, 0]
+
+
+@pytest.mark.parametrize("changes", [FULL, PREFIX], ids=["masked", "span_corruption"])
+def test_the_measure_of_keys_is_that_of_the_oracle(changes, cache):
+    config = run(changes)
+    inputs = opened(config, cache)
+    params = random_params(config.model)
+    loaded = LoadedModel(Transformer(config.model), params, config, None, cache)
+    found = KEYS.measure(loaded, inputs, lambda what: None).metrics
+    mass, share = np.zeros(24), np.zeros(24)
+    by_id = np.zeros((3, 272))  # mass, share, count
+    squares = np.zeros(272)
+    for row in inputs.evaluation:
+        for seen in numpy_forward(config.model, params, row[:24])[1]:
+            given = seen["attention_weights"].mean(0).sum(0)
+            visible = seen["visible"][0]
+            equal = (visible / visible.sum(-1, keepdims=True)).sum(0)
+            mass, share = mass + given, share + equal
+            np.add.at(by_id.T, row[:24], np.stack([given, equal, np.ones(24)], axis=1))
+            x = seen["residual"] - seen["residual"].mean(-1, keepdims=True)
+            np.add.at(squares, row[:24], (x**4).mean(-1) / (x**2).mean(-1) ** 2)
+    ids = np.flatnonzero(by_id[2])
+    over = by_id[0, ids] / by_id[1, ids]
+    assert found["first_over_share"] == pytest.approx(mass[0] / share[0], rel=1e-3)
+    assert found["position_over_share"] == pytest.approx((mass / share).max(), rel=1e-3)
+    assert found["position_of_largest"] == (mass / share).argmax()
+    assert found["id_over_share"] == pytest.approx(over.max(), rel=1e-3)
+    assert found["id_of_largest"] == ids[over.argmax()]
+    assert found["last_id_over_share"] == pytest.approx(over[-1], rel=1e-3)
+    assert found["kurtosis_of_id"] == pytest.approx((squares[ids] / by_id[2, ids]).max(), rel=1e-3)
+
+
+def test_text_without_targets_is_refused():
+    config = run(FULL)
+    loaded = LoadedModel(Transformer(config.model), {}, config, None, Path())
+    with pytest.raises(UserError, match="a causal model"):
+        measure_model(loaded, Inputs(lambda step: TOKENS, TOKENS, None, {}), {})

@@ -243,9 +243,11 @@ class ModelConfig:
         beside = f"model.attention_window or relaxed_causal_tokens with model.attention_mask={self.attention_mask!r}"
         plain = self.attention_window is None and not self.relaxed_causal_tokens
         require(self.attention_mask == "causal" or plain, beside, "neither, or attention_mask 'causal'")
-        kernel = f"model.attention_implementation={self.attention_implementation!r} with model.attention_mask='prefix'"
-        fused = self.attention_implementation in ("cudnn", "splash")
-        require(self.attention_mask != "prefix" or not fused, kernel, "auto | xla | xla_chunked")
+        kernel = (
+            "model.attention_implementation='splash' with model.attention_mask='prefix', which differs between rows"
+        )
+        is_splash = self.attention_implementation == "splash"
+        require(self.attention_mask != "prefix" or not is_splash, kernel, "auto | xla | xla_chunked | cudnn")
         require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
         without = f"model.gated_norm_rank={self.gated_norm_rank} with model.norm='none'"
         require(not self.gated_norm_rank or self.norm != "none", without, "0, or a norm")
