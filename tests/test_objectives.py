@@ -19,9 +19,9 @@ from orthojax.config import ModelConfig, replace
 from orthojax.data.objectives import Corruption, cut_spans, mask_tokens, span_sizes
 from orthojax.errors import UserError
 from orthojax.experiments.ours.bidirectional import KEYS, observe_keys
-from orthojax.model import LoadedModel, Transformer, gpt2, init_cache, llama2, stack_layers
+from orthojax.model import LoadedModel, Transformer, flops_per_token, gpt2, init_cache, llama2, stack_layers
 from orthojax.ops import cross_entropy_nats
-from orthojax.train import Inputs, open_inputs, train
+from orthojax.train import Inputs, model_flops_per_token, open_inputs, train
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 FULL = {"model.attention_mask": "full", "data.objective": "masked"}
@@ -365,4 +365,11 @@ def test_text_without_targets_is_refused():
     config = run(FULL)
     loaded = LoadedModel(Transformer(config.model), {}, config, None, Path())
     with pytest.raises(UserError, match="a causal model"):
-        measure_model(loaded, Inputs(lambda step: TOKENS, TOKENS, None, {}), {})
+        measure_model(loaded, Inputs(lambda step: TOKENS, TOKENS, None, {}, None), {})
+
+
+def test_full_attention_computes_all_products():
+    causal = ModelConfig(num_layers=3)
+    full = dataclasses.replace(causal, attention_mask="full")
+    assert model_flops_per_token(full, 64) == flops_per_token(causal, 64)
+    assert model_flops_per_token(full, 64) - model_flops_per_token(causal, 64) == 6 * 3 * 64 * causal.d_model

@@ -243,9 +243,7 @@ class ModelConfig:
         beside = f"model.attention_window or relaxed_causal_tokens with model.attention_mask={self.attention_mask!r}"
         plain = self.attention_window is None and not self.relaxed_causal_tokens
         require(self.attention_mask == "causal" or plain, beside, "neither, or attention_mask 'causal'")
-        kernel = (
-            "model.attention_implementation='splash' with model.attention_mask='prefix', which differs between rows"
-        )
+        kernel = "model.attention_implementation='splash' with model.attention_mask='prefix', which differs by row"
         is_splash = self.attention_implementation == "splash"
         require(self.attention_mask != "prefix" or not is_splash, kernel, "auto | xla | xla_chunked | cudnn")
         require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
