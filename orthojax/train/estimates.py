@@ -34,8 +34,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
     6 for each parameter of a matrix product, and 6 T d_model, for sequences of T, in each layer that attends: products
     with keys that the causal mask hides are not counted, as in Megatron-LM and MaxText; `model.flops_per_token` counts
-    them, and so does this for full attention; a prefix counts as causal. For GPT-2, with V the padded vocabulary: 6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms,
-    recomputation and the optimizer are not counted.
+    them, and so does this for full attention; a prefix counts as causal. For GPT-2, with V the padded vocabulary:
+    6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the optimizer are not counted.
 
     Reference:
       PaLM, `arXiv 2204.02311 <https://arxiv.org/abs/2204.02311>`_, 2022, Appendix B. The causal half:
