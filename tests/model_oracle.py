@@ -87,11 +87,11 @@ def _np_latent_query_key_value(config, x, p):
     return query, np.concatenate([shared, own], -1), value
 
 
-def _np_attention(config, x, p, given, layer):
-    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it."""
+def _np_attention(config, x, p, given, layer, prefix=0):
+    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it; all see the first `prefix` tokens."""
     T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
-    visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
+    visible = (s < prefix) | (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
     normalizers["clipped_softmax"] = ClippedSoftmax()
     if config.latent:
@@ -199,6 +199,8 @@ def numpy_forward(config, params, tokens, given=None):
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = params["token_embedding"]["embedding"]
     x = table[np.asarray(tokens)]
+    ends = [t for t, token in enumerate(np.asarray(tokens)) if token == config.vocab_size - 1]
+    prefix = {"causal": 0, "full": len(x), "prefix": ends[0] + 1 if ends else 0}[config.attention_mask]
     if config.embedding_projection:
         x = x @ params["embedding_output"]["kernel"]
     if config.position == "learned":
@@ -219,7 +221,7 @@ def numpy_forward(config, params, tokens, given=None):
         taps |= dict.fromkeys(("value_norms", "head_norms"), 0.0)
         if attends:
             read = before.get("attention", same)(x)
-            attended, taps = _np_attention(config, read, p["attention"], given, layer)
+            attended, taps = _np_attention(config, read, p["attention"], given, layer, prefix)
         attended = _np_intervened(attended, given, layer, "attention")
         middle = (after.get("attention", same) if attends else same)(x + attended)
         if kind != "none":

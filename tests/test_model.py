@@ -243,6 +243,7 @@ FIELDS = {
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM, "norm"),
     "attention_window": ({}, 2),
+    "attention_mask": ({}, "full"),
     "gated_attention": ({"gated_attention": "elementwise"}, "value"),
     "gated_norm_rank": ({}, 2),
     "embedding_projection": ({}, True),

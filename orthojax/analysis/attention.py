@@ -72,7 +72,8 @@ def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool =
     Definition: share of (sequence, layer, head) with alpha_k > 0.3, where alpha_k = 1 / (T - k) sum_{i >= k} A_ik is
     the mean weight on key k (from 0) over the T - k queries that see it (When Attention Sink Emerges in Language
     Models, arXiv 2410.10781). `sink_rate` takes the mean over all sequences first. Definition here: `any_key` takes
-    the largest alpha_k over all keys, of which the last are means over few queries: the very last is one weight.
+    the largest alpha_k over all keys, of which the last are means over few queries: the very last is one weight. The
+    weights must be causal ones: with another mask, more queries see key k.
 
     Args:
       weights: Of one layer, [B, N, T, T].
@@ -95,19 +96,24 @@ def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool =
     return jnp.mean(alpha > threshold, dtype=jnp.float32)
 
 
-def chance_of_first(length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None) -> float:
+def chance_of_first(
+    length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None, causal: bool = True
+) -> float:
     """Returns the mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
 
     Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t, softmax-1 1/(t + 1) and softmax_n
     1/(t + n). The first of these is also the share of queries whose largest weight is key 0 if each prefers one of
-    its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T.
+    its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T. Without a causal mask every
+    query sees all T keys.
 
     >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
     (0.75, 0.4167)
     >>> chance_of_first(4, window=2)  # (1 + 1/2) / 4
     0.375
+    >>> chance_of_first(4, causal=False)
+    0.25
     """
-    seen = np.arange(1, int(length) + 1)
+    seen = np.arange(1, int(length) + 1) if causal else np.full(int(length), int(length))
     weights = 1.0 / (seen + (1.0 if softmax1 else n))
     return float(np.mean(weights if window is None else np.where(seen <= window, weights, 0.0)))
 

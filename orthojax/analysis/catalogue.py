@@ -32,7 +32,8 @@ class Conditions:
         a sum, as ReLU and sigmoid.
       window: Keys that a query sees at most; None for all before it.
       bos_tokens: BOS tokens at the start of a row.
-      causal: False if a relaxed mask shows several tokens to each other, so that no token is the first.
+      causal: False if the mask shows several tokens to each other, so that no token is the first.
+      full: The mask shows all tokens to each other.
     """
 
     length: int
@@ -42,6 +43,7 @@ class Conditions:
     window: int | None = None
     bos_tokens: int = 1
     causal: bool = True
+    full: bool = False
 
 
 def conditions(config: Config) -> Conditions:
@@ -55,7 +57,8 @@ def conditions(config: Config) -> Conditions:
         n=n,
         window=model.attention_window,
         bos_tokens=max(1, config.data.bos_tokens),
-        causal=model.relaxed_causal_tokens < 2,
+        causal=model.relaxed_causal_tokens < 2 and model.attention_mask == "causal",
+        full=model.attention_mask == "full",
     )
 
 
@@ -83,13 +86,15 @@ class Definition:
 
 
 def _most_attended(given: Conditions) -> float | None:
-    return chance_of_first(given.length, window=given.window) if given.causal else None
+    if not (given.causal or given.full):
+        return None
+    return chance_of_first(given.length, window=given.window, causal=given.causal)
 
 
 def _mass(given: Conditions) -> float | None:
-    if given.n is None or not given.causal:
+    if given.n is None or not (given.causal or given.full):
         return None
-    return chance_of_first(given.length, n=given.n, window=given.window)
+    return chance_of_first(given.length, n=given.n, window=given.window, causal=given.causal)
 
 
 def _bos_mass(given: Conditions, start: int = 0) -> float | None:

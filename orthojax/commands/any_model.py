@@ -118,9 +118,13 @@ def measure_model(
     """Measures a model as `evaluate_by_head` does, and with `knock_out` on some of the rows unless these are 0.
 
     Raises:
-      UserError: For token ids or a length that the model does not have, or a setting that does not fit it.
+      UserError: For token ids or a length that the model does not have, a setting that does not fit it, or a model that
+        is not causal.
     """
     model, rows = loaded.config.model, inputs.evaluation
+    if model.attention_mask != "causal":
+        problem = f"rows of next tokens for a model with attention_mask={model.attention_mask!r}"
+        raise UserError(problem, allowed="a causal model; orthojax evaluate measures others on their own data")
     if rows.min() < 0 or rows.max() >= model.vocab_size:
         wrong = rows.min() if rows.min() < 0 else rows.max()
         raise UserError(f"token id {wrong} is not the model's", allowed=f"0 to {model.vocab_size - 1}")

@@ -163,6 +163,9 @@ class ModelConfig:
       embedding_projection: Learned d_model x d_model products, orthogonal at the start, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` multiplies them out.
       fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
+      attention_mask: Keys that a query sees: those up to its own (`causal`), all (`full`, for masked tokens), or
+        besides those up to its own all of the row's prefix, which ends with the first token of the last id,
+        vocab_size - 1 (`prefix`, the prefix LM of T5, arXiv 1910.10683, section 3.2; a row without it is causal).
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
@@ -213,6 +216,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     embedding_projection: bool = False
     fixed_rotation: bool = False
+    attention_mask: Literal["causal", "full", "prefix"] = "causal"
     relaxed_causal_tokens: int = 0
     embedding_init_std: float = setting(0.02, affects="start")
     init_std: float = setting(0.02, affects="start")
@@ -236,6 +240,12 @@ class ModelConfig:
         require_each(self, "model", "normalizer_n", lambda n: n >= 0.0, "a finite number >= 0")
         relaxed = f"0 to model.max_length={self.max_length}"
         require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
+        beside = f"model.attention_window or relaxed_causal_tokens with model.attention_mask={self.attention_mask!r}"
+        plain = self.attention_window is None and not self.relaxed_causal_tokens
+        require(self.attention_mask == "causal" or plain, beside, "neither, or attention_mask 'causal'")
+        kernel = "model.attention_implementation='splash' with model.attention_mask='prefix', which differs by row"
+        is_splash = self.attention_implementation == "splash"
+        require(self.attention_mask != "prefix" or not is_splash, kernel, "auto | xla | xla_chunked | cudnn")
         require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
         without = f"model.gated_norm_rank={self.gated_norm_rank} with model.norm='none'"
         require(not self.gated_norm_rank or self.norm != "none", without, "0, or a norm")

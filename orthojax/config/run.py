@@ -137,6 +137,9 @@ class DataConfig:
         vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` does not need it: the files name theirs.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
+      objective: What is predicted: the next token; 15% of the tokens, most of them masked (`masked`, for
+        `model.attention_mask='full'`); or what 15% of the tokens were that spans were cut from (`span_corruption`, for
+        `prefix`). See `orthojax.data.objectives`. Ids for masks and spans are the last of the model's vocabulary.
       seed: Seed of the order of the rows.
       repeated_share: Of `embedded` and `text`: the share, 0 to 1, of the passages (40 to 110 characters) that the text
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
@@ -159,6 +162,7 @@ class DataConfig:
     tokenizer: str = "bpe:2048"
     sequence_length: int = 64
     bos: bool = False
+    objective: Literal["next_token", "masked", "span_corruption"] = "next_token"
     seed: int = 0
     repeated_share: float = 0.0
     trigger_count: int = 3
@@ -175,6 +179,11 @@ class DataConfig:
         require_each(self, "data", "trigger_count", lambda count: count >= 1, "at least 1")
         require_each(self, "data", "repeated_share other_rule_probability", lambda share: 0.0 <= share <= 1.0, "0 to 1")
         require_seed(self, "data")
+        corrupted = f"data.objective={self.objective!r} with data."
+        plain = self.objective == "next_token"
+        require(plain or self.kind != "bigram_backcopy", f"{corrupted}kind={self.kind!r}", "kinds with text")
+        short = f"{corrupted}sequence_length={self.sequence_length}"
+        require(plain or self.sequence_length >= 8, short, "a sequence_length of at least 8")
         files = len(self.paths)
         require(self.kind != "text" or files > 0, "data.kind='text' without files", "data.paths=FILE[,FILE...]")
         two = "data.paths=TRAIN.bin,VALIDATION.bin"
@@ -186,6 +195,11 @@ class DataConfig:
         short = f"data.delimiter with data.sequence_length={self.sequence_length}"
         least = f"a sequence_length of at least {2 * self.bos_tokens + 1}"
         require(not self.delimiter or self.middle > self.bos_tokens, short, least)
+
+    @property
+    def row_length(self) -> int:
+        """Returns the ids of a row: inputs and the last target, or with `objective` inputs and targets."""
+        return self.sequence_length + 1 if self.objective == "next_token" else 2 * self.sequence_length
 
     @property
     def middle(self) -> int:
@@ -366,6 +380,10 @@ class Config:
             f"model.relaxed_causal_tokens={self.model.relaxed_causal_tokens} leaves no loss position",
             f"less than data.sequence_length={length}",
         )
+        mask, objective = self.model.attention_mask, self.data.objective
+        fitting = {"causal": "next_token", "full": "masked", "prefix": "span_corruption"}[mask]
+        pair = f"model.attention_mask={mask!r} with data.objective={objective!r}"
+        require(objective == fitting, pair, f"objective {fitting!r}")
         require(
             self.optim.warmup_steps < self.train.steps,
             f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",

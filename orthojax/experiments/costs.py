@@ -68,7 +68,7 @@ class Stepper:
     def __init__(self, config: Config):
         # An optimizer of an experiment may cost more in some steps, as SOAP does in every tenth.
         self.steps_per_call = 10 if ":" in config.optim.optimizer else 1
-        shape = (config.train.batch_size, config.data.sequence_length + 1)
+        shape = (config.train.batch_size, config.data.row_length)
         rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
         self._tokens = place_rows(make_mesh(config), len(rows), lambda start, stop: rows[start:stop])
         self._state = init_state(config)

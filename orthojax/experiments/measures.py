@@ -18,6 +18,7 @@ from orthojax.experiments.stored import check_metrics, read_with_digest, write_w
 from orthojax.files import finite, write_atomically
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate, rounded_perplexities
+from orthojax.train.step import split_tokens
 
 Say = Callable[[str], None]
 
@@ -75,14 +76,14 @@ def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
       `attention` [4, T, T], mean weight over heads, and `hidden` [4, T, D], |hidden state|: both of the mean over
       layers, then of layers 0, L / 4 and 3 L / 4 of L, rounded down; `tokens` [T].
     """
-    tokens = inputs.evaluation[0]  # [T + 1]
-    observed: Any = analysis.measure(loaded, [tokens[None, :-1]], _observe_maps)
+    tokens = split_tokens(inputs.evaluation[:1], loaded.config.model)[0]
+    observed: Any = analysis.measure(loaded, [tokens], _observe_maps)
     attention, hidden = (
         np.stack([x[:, 0].mean(0), x[0, 0], x[len(x) // 4, 0], x[3 * len(x) // 4, 0]])
         for x in map(np.asarray, observed)
     )
     say("maps")
-    return Measured({}, {"attention": attention, "hidden": hidden, "tokens": tokens[:-1]})
+    return Measured({}, {"attention": attention, "hidden": hidden, "tokens": tokens[0]})
 
 
 def _rounding(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:

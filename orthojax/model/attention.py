@@ -27,9 +27,12 @@ class Attention(Part):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, given: Interventions, cached: CachedLayer | None = None
+        self, x: jax.Array, given: Interventions, cached: CachedLayer | None = None, prefix: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
-        """Maps [B, T, D] to [B, T, D], the taps that attention fills, and the keys and values that a cache keeps."""
+        """Maps [B, T, D] to [B, T, D], the taps that attention fills, and the keys and values that a cache keeps.
+
+        `prefix` [B] is the length of each row's prefix, if the mask has one.
+        """
         c = self.config
         B, T, _ = x.shape
         query, key, value = self.query_key_value(x)
@@ -49,8 +52,9 @@ class Attention(Part):
             key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
-        visible = attention_mask(c, T) if cached is None else cached.slots.visible
-        normalizer, masked = self._normalizer(), c.relaxed_causal_tokens > 1 or cached is not None
+        visible = attention_mask(c, T, prefix) if cached is None else cached.slots.visible
+        normalizer = self._normalizer()
+        masked = c.relaxed_causal_tokens > 1 or cached is not None or prefix is not None
         # A mask holds the window; kernels know a causal one with its window by themselves.
         window = None if c.attention_window is None or masked else (c.attention_window - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
@@ -60,7 +64,7 @@ class Attention(Part):
         if given.forced_share is None:
             mask = visible if masked else None
             options = {"normalizer": normalizer, "scale": _scales(c)[1], "implementation": implementation}
-            options |= {"is_causal": not masked, "local_window_size": window}
+            options |= {"is_causal": not masked and c.attention_mask != "full", "local_window_size": window}
             heads = dot_product_attention(query, key, value, bias, mask, **options)
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
@@ -181,8 +185,17 @@ def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
     return value * jax.nn.sigmoid(gate)[..., None]
 
 
-def attention_mask(config: ModelConfig, length: int) -> jax.Array:
-    """Returns the mask [1, 1, T, T] of the keys that each query of a model sees."""
+def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None) -> jax.Array:
+    """Returns the mask [1, 1, T, T] of the keys that each query of a model sees.
+
+    With the lengths `prefix` [B] of the rows' prefixes, for a model with such a mask, it is [B, 1, T, T].
+    """
+    if config.attention_mask == "full":
+        return jnp.ones((1, 1, length, length), bool)
+    if config.attention_mask == "prefix":
+        assert prefix is not None
+        t, s = jnp.arange(length)[:, None], jnp.arange(length)[None]
+        return (s <= t)[None, None] | (s[None, None] < prefix[:, None, None, None])
     return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.attention_window)
 
 

@@ -19,7 +19,7 @@ class Taps(NamedTuple):
 
     attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before bias and mask
     attention_weights: jax.Array  # [B, N, T, S] float32
-    visible: jax.Array  # [1, 1, T, S] bool: which keys each query sees; none in a layer without attention
+    visible: jax.Array  # [1 or B, 1, T, S] bool: which keys each query sees; none in a layer without attention
     keys: jax.Array  # [B, S, K, H], rotated where positions are
     values: jax.Array  # [B, S, K, d_value]
     value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream

@@ -52,6 +52,7 @@ class Block(nn.Module):
         shared: Interventions,
         kept: tuple[jax.Array, jax.Array] | None,
         slots: Slots | None,
+        prefix: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         """Maps [B, T, D] to [B, T, D] and observe(Taps), or with a cache the keys and values of the T tokens."""
         c = self.config
@@ -65,7 +66,7 @@ class Block(nn.Module):
             attend = (Attention if c.latent is None else LatentAttention)(
                 c, self.linear, self.round_kv, name="attention"
             )
-            attention_output, taps, new = attend(read, given, cached)
+            attention_output, taps, new = attend(read, given, cached, prefix)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
             taps = self._no_attention_taps(B, T)
@@ -216,7 +217,8 @@ class Transformer(nn.Module):
             added = positions(jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions)[None]
             x += (to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added).astype(x.dtype)
         x = x if c.residual_dtype == "float32" else x.astype(c.residual_dtype)
-        x, observed = self._blocks(x, interventions, observe, cache, slots)
+        prefix = prefix_lengths(tokens, c) if c.attention_mask == "prefix" else None
+        x, observed = self._blocks(x, interventions, observe, cache, slots, prefix)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
         x = (x if c.block == "post_norm" else stream_norm(x, c, self.linear, "final_norm")).astype(dtype)
@@ -254,6 +256,7 @@ class Transformer(nn.Module):
         observe: Observe | None,
         cache: KVCache | None,
         slots: Slots | None,
+        prefix: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         c = self.config
         kept = None if cache is None else (cache.keys, cache.values)
@@ -270,20 +273,28 @@ class Transformer(nn.Module):
                 lambda module, carry, *inputs: module(carry, *inputs),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast, 0, nn.broadcast),  # pyright: ignore[reportArgumentType]
+                in_axes=(0, nn.broadcast, 0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=c.num_layers,
                 unroll=c.num_layers if unroll else 1,
             )
-            return body(
-                block(c, self.linear, observe, 0, self.round_kv, name="layers"), x, by_layer, shared, kept, slots
-            )
+            scanned = block(c, self.linear, observe, 0, self.round_kv, name="layers")
+            return body(scanned, x, by_layer, shared, kept, slots, prefix)
         observed = []
         for layer in range(c.num_layers):
             given, old = jax.tree.map(lambda leaf, layer=layer: leaf[layer], (by_layer, kept))
             of_layer = block(c, self.linear, observe, layer, self.round_kv, name=f"layers_{layer}")
-            x, seen = of_layer(x, given, shared, old, slots)
+            x, seen = of_layer(x, given, shared, old, slots, prefix)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
+
+
+def prefix_lengths(tokens: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns how many tokens of each row [B, T] see each other, [B]: up to the first of the last id, or one.
+
+    >>> prefix_lengths(jnp.array([[3, 9, 4, 9], [1, 2, 3, 4]]), ModelConfig(vocab_size=10)).tolist()
+    [2, 1]
+    """
+    return jnp.argmax(tokens == config.vocab_size - 1, axis=1) + 1
 
 
 @functools.cache

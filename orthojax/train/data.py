@@ -1,5 +1,6 @@
 """The data of a run: what it reads, and its batches on the devices."""
 
+import functools
 import itertools
 import math
 from collections import deque
@@ -14,7 +15,9 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
+from orthojax.data.batches import Dataset
 from orthojax.data.bigram_backcopy import EVALUATION
+from orthojax.data.objectives import Corruption
 from orthojax.errors import UserError
 from orthojax.model import parameter_count
 from orthojax.train.estimates import model_flops_per_token
@@ -26,10 +29,13 @@ _AHEAD = 2  # dispatches whose batches are prepared while the devices work
 class Inputs(NamedTuple):
     """The data of a run."""
 
-    # number -> int32 [batch_size, T + 1], a pure function; of a task, what the training steps draw by themselves.
+    # number -> int32 [batch_size, W], a pure function; of a task, what the training steps draw by themselves.
+    # Rows of W = T + 1 ids, or of 2 T for another objective than the next token: `split_tokens` takes them apart.
     batch: Callable[[int], np.ndarray]
-    evaluation: np.ndarray  # int32 [eval.sequences, T + 1]
-    bits_per_nat_of_loss: float | None  # bits per byte of text for each nat per token; None without text
+    evaluation: np.ndarray  # int32 [eval.sequences, W]
+    bits_per_nat_of_loss: (
+        float | None
+    )  # bits per byte of text for each nat per token; None if not all text is predicted
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
@@ -37,7 +43,7 @@ class Inputs(NamedTuple):
     tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
-        """Returns rows [start, stop) of a step's batch, int32 [stop - start, T + 1], for a process that holds them."""
+        """Returns rows [start, stop) of a step's batch, int32 [stop - start, W], for a process that holds them."""
         return self.read_rows(step, start, stop) if self.read_rows else self.batch(step)[start:stop]
 
 
@@ -60,21 +66,38 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
         rows = np.asarray(task.batch(0, evaluation.sequences, data.sequence_length, 0, EVALUATION))
         return Inputs(batch, rows, None, provenance, task)
     dataset = open_dataset(data, cache_dir, progress=progress)
-    _require_vocabulary(config, dataset.vocab_size)
+    corrupt = None
+    if data.objective != "next_token":
+        corrupt = Corruption(data.objective, data.sequence_length, config.model.vocab_size, dataset.vocab_size)
+    _require_vocabulary(config, dataset.vocab_size if corrupt is None else corrupt.needed_ids)
+    length = data.sequence_length if corrupt is None else corrupt.text_length - 1
     bos_id = dataset.bos_id if data.bos else None
-    batches = TokenBatches(dataset.train, data.sequence_length, train.batch_size, data.seed, bos_id)
-    validation = TokenBatches(dataset.validation, data.sequence_length, 1, 0, bos_id)
+    batches = TokenBatches(dataset.train, length, train.batch_size, data.seed, bos_id)
+    validation = TokenBatches(dataset.validation, length, 1, 0, bos_id)
     if evaluation.sequences > validation.n_rows:
         raise UserError(
             f"eval.sequences={evaluation.sequences} is more than the {validation.n_rows} rows of "
-            f"{data.sequence_length} tokens that are held out",
+            f"{length} tokens that are held out",
             allowed=f"at most {validation.n_rows}, or more text",
             hint=f"--config.eval.sequences={validation.n_rows}",
         )
     bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
     rows = validation.spread_rows(evaluation.sequences)
     read_rows, held_out, tokenizer = batches.rows, dataset.validation, dataset.tokenizer_path
+    if corrupt is not None:
+        return _corrupted(corrupt, batches, rows, data.seed, dataset)
     return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, read_rows, held_out, tokenizer)
+
+
+def _corrupted(corrupt: Corruption, text: TokenBatches, evaluation: np.ndarray, seed: int, dataset: Dataset) -> Inputs:
+    """Returns inputs whose rows are corrupted, those of the evaluation set in the same way whatever the seed."""
+
+    def read(step: int, start: int, stop: int) -> np.ndarray:
+        return corrupt(text.rows(step, start, stop), (0, seed, step), start)
+
+    rows, held_out, tokenizer = corrupt(evaluation, (1, 0, 0)), dataset.validation, dataset.tokenizer_path
+    whole = functools.partial(read, start=0, stop=text.batch_size)
+    return Inputs(whole, rows, None, dataset.provenance, None, read, held_out, tokenizer)
 
 
 def _require_vocabulary(config: Config, needed: int) -> None:
@@ -90,7 +113,7 @@ class Dispatch(NamedTuple):
     """What one compiled call gets."""
 
     steps: range  # that it takes, counted from 1
-    batches: jax.Array  # int32 [B, K, T + 1], K at least their number; of a task uint32 [K, 2], (seed, number of each)
+    batches: jax.Array  # int32 [B, K, W], K at least their number; of a task uint32 [K, 2], (seed, number of each)
     count: jax.Array  # int32 [], their number
 
 

@@ -34,8 +34,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
     6 for each parameter of a matrix product, and 6 T d_model, for sequences of T, in each layer that attends: products
     with keys that the causal mask hides are not counted, as in Megatron-LM and MaxText; `model.flops_per_token` counts
-    them. For GPT-2, with V the padded vocabulary: 6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms,
-    recomputation and the optimizer are not counted.
+    them, and so does this for full attention; a prefix counts as causal. For GPT-2, with V the padded vocabulary:
+    6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the optimizer are not counted.
 
     Reference:
       PaLM, `arXiv 2204.02311 <https://arxiv.org/abs/2204.02311>`_, 2022, Appendix B. The causal half:
@@ -47,7 +47,7 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """
     attending = sum(model.layer_attention(layer) for layer in range(model.num_layers))
     hidden = 3 * attending * sequence_length * model.num_heads * (model.head_dim + model.value_dim)
-    return flops_per_token(model, sequence_length) - hidden
+    return flops_per_token(model, sequence_length) - (0 if model.attention_mask == "full" else hidden)
 
 
 def model_flops_utilization(
@@ -134,7 +134,7 @@ def dry_run(config: Config) -> Iterator[str]:
     yield entry("tokens", f"{tokens:,}")
     yield entry("FLOPs", f"{tokens * flops:.3g}, {flops:,} a token")
     rows = None if program.mesh is None else NamedSharding(program.mesh, ROWS)
-    batch = jax.ShapeDtypeStruct((train.batch_size, length + 1), jnp.int32, sharding=rows)
+    batch = jax.ShapeDtypeStruct((train.batch_size, config.data.row_length), jnp.int32, sharding=rows)
     compiled = program.step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
     parts = {
         "parameters": _bytes_on_one_device(state.params),

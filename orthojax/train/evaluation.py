@@ -52,7 +52,7 @@ def validation_loss_nats(
     model: Transformer | None = None,
     interventions: Interventions | None = None,
 ) -> float:
-    """Computes the mean next-token loss over all target positions of the evaluation set, in nats.
+    """Computes the mean loss over all counted target positions of the evaluation set, in nats.
 
     `after_batch` may raise; `model` may have other linear layers than that of the config; one compiled program serves
     all values of `interventions` of the same shapes.
@@ -150,7 +150,7 @@ def _evaluate(
     loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
         mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
-        batches = (2 * _place(mesh, split_tokens(rows)[0]) for rows in _batches(config, inputs))
+        batches = (2 * _place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
         statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
         on_progress("statistics")
         metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
@@ -159,7 +159,7 @@ def _evaluate(
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    batches = ((*_place(mesh, split_tokens(tokens)[0]), basis) for tokens in _batches(config, inputs))
+    batches = ((*_place(mesh, split_tokens(tokens, config.model)[0]), basis) for tokens in _batches(config, inputs))
     statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
@@ -257,7 +257,7 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
     rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
-    batch, observe, output = _place(mesh, split_tokens(rows)[0]), _observe_probed, None
+    batch, observe, output = _place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
     more = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None

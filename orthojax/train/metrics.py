@@ -57,6 +57,7 @@ class MetricLog:
         self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
         self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
         self._flops_per_token = model_flops_per_token(config.model, config.data.sequence_length)
+        self._tokens_read = config.train.batch_size * config.data.sequence_length  # in a step, targets or not
         self._pending: tuple[range, StepMetrics, Probed | None] | None = None
         self._arrived = time.monotonic()  # when the metrics of the last dispatch came
         self._clock = (self._arrived, step)  # of the last line
@@ -135,7 +136,8 @@ class MetricLog:
         self._clock = (now, step)
         tokens, update_norm = int(metrics.target_tokens), float(metrics.update_norm)
         rate = (step - at) * tokens / max(now - before, 1e-9)
-        mfu = model_flops_utilization(rate, self._flops_per_token, device_count=self._device_count)
+        read = rate * (self._tokens_read / tokens)
+        mfu = model_flops_utilization(read, self._flops_per_token, device_count=self._device_count)
         line = {
             "step": step,
             "tokens": step * tokens,

@@ -59,9 +59,23 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]  #
 TrainSteps = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, StepMetrics]]
 
 
-def split_tokens(tokens: ArrayT) -> tuple[ArrayT, ArrayT]:
-    """Splits rows [B, T + 1] into inputs [B, T] and the next tokens [B, T]."""
-    return tokens[:, :-1], tokens[:, 1:]
+def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """Splits the rows of a model into inputs [B, T], targets [B, T], and [1, T] or [B, T] bool which of them count.
+
+    A causal model has rows [B, T + 1] and predicts the next tokens, of which those do not count that a relaxed mask
+    shows. Others have rows [B, 2 T] of `orthojax.data.objectives`, inputs and targets; targets below 0 do not count.
+
+    >>> rows = np.array([[9, 5, 9, 6, -1, 4, 8, -1]])
+    >>> inputs, targets, counted = split_tokens(rows, ModelConfig(attention_mask="full"))
+    >>> inputs.tolist(), targets.tolist(), counted.astype(int).tolist()
+    ([[9, 5, 9, 6]], [[0, 4, 8, 0]], [[0, 1, 1, 0]])
+    """
+    xp: Any = jnp if isinstance(tokens, jax.Array) else np
+    if model.attention_mask == "causal":
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return inputs, targets, (xp.arange(inputs.shape[1]) >= model.relaxed_causal_tokens - 1)[None]
+    T = tokens.shape[1] // 2
+    return tokens[:, :T], xp.maximum(tokens[:, T:], 0), tokens[:, T:] >= 0
 
 
 def loss_sum_nats(
@@ -73,14 +87,12 @@ def loss_sum_nats(
     logits_dtype: DTypeLike | None = None,
     penalty: float = 0.0,
 ) -> tuple[jax.Array, ...]:
-    """Computes the summed next-token loss and the number of target tokens.
-
-    Positions whose target a relaxed causal mask shows are not counted.
+    """Computes the summed loss and the number of target tokens, of positions that count: see `split_tokens`.
 
     Args:
       model: The transformer.
       params: Its parameters.
-      tokens: int [B, T + 1].
+      tokens: int [B, T + 1], or [B, 2 T] if the model is not causal.
       chunk_positions: Positions of every sequence whose logits are materialised at a time; None takes as many as make
         256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all of them.
       interventions: What the model does otherwise.
@@ -88,9 +100,8 @@ def loss_sum_nats(
       penalty: Factor of the mean of `activation_penalty` over layers, which times the number of target tokens is then
         the third result, not part of the first; 0 for two results.
     """
-    inputs, targets = split_tokens(tokens)
+    inputs, targets, counted = split_tokens(tokens, model.config)
     B, T = inputs.shape
-    counted = (jnp.arange(T) >= model.config.relaxed_causal_tokens - 1)[None]
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions, logits_dtype or jnp.float32)
     head = model.head_kernel(params)

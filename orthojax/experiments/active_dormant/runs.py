@@ -184,7 +184,7 @@ def _train_step(config: Config, model: Transformer, intervene: Intervene, steps:
     schedule = learning_rate_schedule(config.seeded_optim, steps)
 
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        inputs, targets = split_tokens(tokens)
+        inputs, targets, _ = split_tokens(tokens, config.model)
         logits, _ = model.apply({"params": params}, inputs, interventions=intervene(params, inputs))
         return jnp.sum(cross_entropy_nats(logits, targets)), jnp.asarray(targets.size)
 

@@ -1,6 +1,7 @@
 """Comparisons beyond the papers; the main job is the first."""
 
 from orthojax.experiments.ours import smollm2
+from orthojax.experiments.ours.bidirectional import BIDIRECTIONAL
 from orthojax.experiments.ours.breaking import BREAKS, WHAT_BREAKS
 from orthojax.experiments.ours.dominance import ORDINARY_TEXT, REPEATED_LONGER, REPEATED_PASSAGES, REPEATED_SETTINGS
 from orthojax.experiments.ours.long_pair import LONG_PAIR
@@ -14,7 +15,7 @@ from orthojax.experiments.study import Study
 
 STUDIES: tuple[Study, ...] = (
     QUICK, LONG_PAIR, REPEATED_PASSAGES, REPEATED_LONGER, REPEATED_SETTINGS, ORDINARY_TEXT, DAMAGE, STREAMING,
-    WHAT_BREAKS, BREAKS, PREVENTIONS_TUNING, PREVENTIONS, PARTS,
+    WHAT_BREAKS, BREAKS, PREVENTIONS_TUNING, PREVENTIONS, PARTS, BIDIRECTIONAL,
     ROTATION_ABLATION, HAAR, ADAM_BETAS, TUNING, PARITY, REMAINING_OUTLIERS,
     smollm2.QUANTISED, smollm2.STREAMED, smollm2.SAFE,
 )  # fmt: skip

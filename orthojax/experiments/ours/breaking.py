@@ -57,7 +57,7 @@ from orthojax.files import make_folder, write_atomically
 from orthojax.model import LoadedModel, Transformer
 from orthojax.model.presets import bigram_backcopy
 from orthojax.train import Inputs
-from orthojax.train.step import loss_sum_nats
+from orthojax.train.step import loss_sum_nats, split_tokens
 
 
 def signal_to_noise(gradients: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def peaks(config: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, jax.
     """
     model = Transformer(config)
     rounded = Transformer(config, linear=quant.quantized_linear(quant.INT8_COARSE))
-    seen: Any = model.apply({"params": params}, tokens[:, :-1], observe=_norms, head=False)
+    seen: Any = model.apply({"params": params}, split_tokens(tokens, model.config)[0], observe=_norms, head=False)
     first, rest = seen[1]
     of_row = jax.lax.map(lambda row: first_residual_gradients(model, params, row[None]), tokens)
     losses = [total / count for total, count in (loss_sum_nats(of, params, tokens) for of in (model, rounded))]

@@ -34,6 +34,7 @@ from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, rounded_perplexities
 from orthojax.train.evaluation import validation_loss_nats
+from orthojax.train.step import split_tokens
 
 FORMATS = (COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
 _ROTATED = (COARSE, "w4a4", "mxfp4", "nvfp4")  # after training
@@ -60,7 +61,7 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         loss = validation_loss_nats(config, rotated, inputs, model=rounded)
         found[f"perplexity_{name}_rotated"] = perplexity(loss)
         say(f"{name} after a rotation")
-    tokens = inputs.evaluation[:_ROWS, :-1]
+    tokens = split_tokens(inputs.evaluation[:_ROWS], model)[0]
     for name in (COARSE, "w4a4", "nvfp4"):
         error = quant.rounding_error(plain.model, params, quant.setting_named(name), tokens)
         found[f"last_state_error_{name}"] = error["last_state_error"]

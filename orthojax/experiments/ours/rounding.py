@@ -21,6 +21,7 @@ from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs
 from orthojax.train.evaluation import validation_loss_nats
+from orthojax.train.step import split_tokens
 
 FOUR_BIT = ("w4a8", "w4a4")  # kernels of 4 bits, with activations of 8 and 4
 _STATIC = {"int8_moderate": quant.INT8_MODERATE, "int8_coarse": quant.INT8_COARSE}
@@ -71,7 +72,7 @@ def _round_to_four_bits(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measur
 def _round(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Measures perplexities, and `largest_value` of all inputs and outputs of linear layers in a training batch."""
     config, params = _unrolled(loaded)
-    calibration = quant.calibrate(Transformer(config), params, inputs.batch(0)[:, :-1])
+    calibration = quant.calibrate(Transformer(config), params, split_tokens(inputs.batch(0), config)[0])
     models = itertools.chain(_four_bits(config, params), _others(config, params, calibration))
     found = _perplexities(loaded, inputs, models, say)
     return Measured({"largest_value": max(float(x) for of in calibration for x in of.values())} | found)

@@ -1,0 +1,131 @@
+"""Objectives beside the next token: rows whose tokens are masked, or cut out in spans, as functions of seed and row.
+
+Letters: T input positions of a row. A corrupted row is int32 [2 T]: inputs, then the target of each position, -1 where
+none counts. The last id of the model's vocabulary, V - 1, is the mask, or ends the prefix of a row with spans; the ids
+before it, downwards, are the sentinels of the spans, as T5 has them.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+SHARE = 0.15  # of the tokens that are predicted: of BERT and of T5
+SPAN = 3.0  # mean length of T5's spans
+
+
+class Spans(NamedTuple):
+    """The sizes of a row with spans cut out: its text, a begin token included, the tokens cut out, in so many spans."""
+
+    text: int
+    noise: int
+    spans: int
+
+
+def span_sizes(length: int) -> Spans:
+    """Returns the sizes of rows of T = `length` input positions: 15% noise in spans of mean length 3, rounded.
+
+    Their number is fixed, as in T5's code, so that rows have no padding. Definition here: T5 fits the text to
+    lengths of inputs and targets, this to their sum.
+
+    >>> span_sizes(64)
+    Spans(text=57, noise=9, spans=3)
+    """
+    # spans = 0.15 text / 3 and text = T - 1 - 2 spans.
+    spans = max(1, round((length - 1) / (SPAN / SHARE + 2)))
+    text = length - 1 - 2 * spans
+    return Spans(text, max(spans, round(SHARE * text)), spans)
+
+
+def mask_tokens(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, text_ids: int) -> np.ndarray:
+    """Masks 15% of the tokens [T] but the first, rounded: int32 [2 T].
+
+    Of these 80% become the mask, 10% any id of the text, 10% stay, drawn for each (BERT, `arXiv 1810.04805
+    <https://arxiv.org/abs/1810.04805>`_, section 3.1). All are targets, the others are not.
+
+    Args:
+      tokens: Ids of text, int [T].
+      random: Where the positions come from.
+      vocab_size: V, of the model.
+      text_ids: Ids below this are those of text.
+
+    >>> mask_tokens(np.arange(10, 18), np.random.default_rng(0), 100, 90).tolist()
+    [10, 11, 12, 13, 14, 15, 99, 17, -1, -1, -1, -1, -1, -1, 16, -1]
+    """
+    T = len(tokens)
+    chosen = 1 + random.choice(T - 1, max(1, round(SHARE * T)), replace=False)
+    inputs, targets = np.array(tokens, np.int32), np.full(T, -1, np.int32)
+    targets[chosen] = inputs[chosen]
+    kind, others = random.random(len(chosen)), random.integers(0, text_ids, len(chosen))
+    inputs[chosen] = np.where(kind < 0.8, vocab_size - 1, np.where(kind < 0.9, others, inputs[chosen]))
+    return np.concatenate([inputs, targets])
+
+
+def cut_spans(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, length: int) -> np.ndarray:
+    """Cuts spans out of tokens and asks for them: int32 [2 T].
+
+    The row is text, sentinel 0, text, sentinel 1, ..., V - 1; then sentinel 0, span 0, sentinel 1, span 1, ..., and one
+    more sentinel, as in Figure 2 of T5 (`arXiv 1910.10683 <https://arxiv.org/abs/1910.10683>`_). What follows V - 1 are
+    the targets. Text and spans take turns, and all ways to cut each of them are equally likely.
+
+    Args:
+      tokens: Ids of text, int [span_sizes(T).text]; the first is never cut out.
+      random: Where the spans come from.
+      vocab_size: V, of the model; sentinel i is V - 2 - i.
+      length: T.
+
+    >>> cut_spans(np.arange(10, 15), np.random.default_rng(0), 100, 8).tolist()
+    [10, 11, 12, 13, 98, 99, 98, 14, -1, -1, -1, -1, -1, 98, 14, 97]
+    """
+    n, noise, spans = span_sizes(length)
+    kept, cut = (_parts(random, total, spans) for total in (n - noise, noise))
+    ends = np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1]
+    pieces = np.split(np.asarray(tokens, np.int32), ends)
+    sentinels = np.array(vocab_size - 2 - np.arange(spans + 1), np.int32)[:, None]
+    text = [ids for i, piece in enumerate(pieces[::2]) for ids in (piece, sentinels[i])]
+    asked = [ids for i, piece in enumerate(pieces[1::2]) for ids in (sentinels[i], piece)]
+    row = np.concatenate([*text, [vocab_size - 1], *asked, sentinels[-1]]).astype(np.int32)
+    inputs, targets = row[:-1], row[1:].copy()
+    targets[: n - noise + spans] = -1  # V - 1 is the first to predict
+    return np.concatenate([inputs, targets])
+
+
+def _parts(random: np.random.Generator, total: int, parts: int) -> np.ndarray:
+    """Draws positive sizes [parts] of the given total, all equally likely."""
+    ends = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
+    return np.diff(np.concatenate([[0], ends, [total]])).astype(int)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corruption:
+    """Makes the rows of an objective from rows of text."""
+
+    objective: Literal["masked", "span_corruption"]
+    length: int  # T
+    vocab_size: int  # V, of the model
+    text_ids: int  # ids below this are those of text
+
+    @property
+    def text_length(self) -> int:
+        """The tokens of text, a begin token included, that make a row."""
+        return self.length if self.objective == "masked" else span_sizes(self.length).text
+
+    @property
+    def needed_ids(self) -> int:
+        """The ids of text and of the objective itself."""
+        return self.text_ids + (1 if self.objective == "masked" else span_sizes(self.length).spans + 2)
+
+    def __call__(self, rows: np.ndarray, key: tuple[int, ...], start: int = 0) -> np.ndarray:
+        """Corrupts rows of text int32 [B, text_length], into int32 [B, 2 T].
+
+        Row start + i is a function of the key, start + i and its tokens alone, so that a batch depends on nothing that
+        came before it.
+        """
+        done = np.empty((len(rows), 2 * self.length), np.int32)
+        for i, row in enumerate(rows):
+            random = np.random.default_rng((*key, start + i))
+            if self.objective == "masked":
+                done[i] = mask_tokens(row, random, self.vocab_size, self.text_ids)
+            else:
+                done[i] = cut_spans(row, random, self.vocab_size, self.length)
+        return done
