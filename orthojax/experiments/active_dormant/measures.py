@@ -18,6 +18,7 @@ from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
+from orthojax.train.step import split_tokens
 
 COPY, BIGRAM = RISKS = Metric("backcopy_excess_risk_nats"), Metric("bigram_excess_risk_nats")
 SINK = Metric("sink_attention_rest")  # the largest of the layers
@@ -251,7 +252,7 @@ KEY_MASS = Measure("keys", _measure_keys)
 
 def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Computes the measures of From Attention to Activation, and perplexity at every quantisation setting."""
-    tokens = inputs.evaluation[:, :-1]
+    tokens = split_tokens(inputs.evaluation, loaded.config.model)[0]
     batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
     found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))
     for key in ("sequences", *(key for key in found if key.startswith(("value_norm", "residual_norm")))):

@@ -23,6 +23,7 @@ from orthojax.experiments.results import Missing, Results
 from orthojax.model import LoadedModel, Taps
 from orthojax.optim import RotatedAxes, rotate
 from orthojax.train import Inputs, make_rotation, read_optimizer_state
+from orthojax.train.step import split_tokens
 
 # Name -> path of the kernel [I, D] of an output projection, which writes to the residual stream, in a layer.
 PARTS = {"mlp_output": "mlp/output", "attention_output": "attention/output"}
@@ -283,7 +284,7 @@ def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[st
     Returns by one of `PARTS` how many channels, [layers], have a larger norm of their weights than the channel with the
     largest mean |hidden state| over sequences and positions.
     """
-    hidden: Any = analysis.measure(loaded, [tokens[:, :-1]], _magnitude)
+    hidden: Any = analysis.measure(loaded, [split_tokens(tokens, loaded.config.model)[0]], _magnitude)
     channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]
     norms = {part: channel_norms(output_kernels(loaded.params, part)) for part in PARTS}
     return {part: np.sum(of > np.take_along_axis(of, channels, -1), -1) for part, of in norms.items()}

@@ -140,8 +140,8 @@ BIDIRECTIONAL = Study(
     "are cut out in spans and predicted after the rest, which sees itself whole (T5's prefix LM). Perplexity is "
     "over what is predicted, on an evaluation set that is corrupted once. A key's share is what it would get if "
     "each query that sees it attended equally to all that it sees; the key is the position or the token id with "
-    "most. The last id, 2079, is the mask or the end of the prefix, 2078 and below are sentinels. Criteria were "
-    "committed before any run.",
+    "most. The last id, 2079, is the mask or the end of the prefix, 2078 and below are sentinels. Prefixes have one "
+    "length, so their end is at position 51 of every row. Criteria were committed before any run.",
     columns=["perplexity kurtosis_first kurtosis_rest kurtosis_of_id first_attention_fraction first_attention_mass",
              SINK, "first_over_share last_id_over_share", PEAK,
              "norm_of_id_over_mean", *(lost(name) for name in _LOST)],
