@@ -263,6 +263,7 @@ WHAT_BREAKS = Study(
               _spearman("peak", "probe_lost_int8_coarse", "peak and loss at int8 coarse", 0.8)),
     ],
     pictures=[ByStep("peak probe_lost_int8_coarse", x_scale="log", name="peak"),
+              Points("clock", "Peak, and the drift over a random walk that predicts it.", "drift_over_walk", "peak"),
               Points("peak_and_loss", "Peak and perplexity lost at int8 coarse.", "peak", "probe_lost_int8_coarse")],
 )  # fmt: skip
 
