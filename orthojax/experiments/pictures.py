@@ -18,6 +18,7 @@ from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bar
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
 from orthojax.experiments.tables import Quantities, quantities
+from orthojax.formatting import percent
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -112,7 +113,7 @@ def _in_percent(axis: "Axis", *of: Quantity) -> None:
     """Writes the ticks of an axis in percent if all that it shows are shares, as tables write them."""
     from matplotlib.ticker import PercentFormatter
 
-    if all(quantity.is_share for quantity in of):
+    if all(quantity.is_share or quantity.show is percent for quantity in of):
         axis.set_major_formatter(PercentFormatter(1.0))
 
 

@@ -182,8 +182,8 @@ _TABLES = [
 _PICTURES = [
     Bars("formats", "Perplexity lost at each format, in percent; linear up to 2%.", [lost(name) for name in FORMATS],
          y_label="%", scale=100, y_scale="symlog"),
-    Points("frontier", "The frontier: perplexity, and what 4 bits cost.", "perplexity", lost("w4a4"), y_scale="log"),
-    Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", lost("nvfp4"), y_scale="log"),
+    Points("frontier", "The frontier: perplexity, and what 4 bits cost.", "perplexity", lost("w4a4")),
+    Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", lost("nvfp4")),
 ]  # fmt: skip
 
 PREVENTIONS = Study(
