@@ -4,6 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
@@ -59,3 +60,21 @@ def test_cells_of_reports_have_at_most_twelve_words(reports):
 def test_reports_of_committed_results_are_up_to_date(reports):
     different = [folder for folder, report in reports.items() if (folder / "report.md").read_text() != markdown(report)]
     assert different == []
+
+
+def test_random_effects_are_those_of_a_balanced_analysis_of_variance():
+    random_effects = runpy.run_path(str(ROOT / "results" / "perplexity.py"))["random_effects"]
+    drawn = np.random.default_rng(0).normal(size=(8, 5)) + 2 * np.random.default_rng(1).normal(size=(8, 1))
+    # With as many seeds everywhere both variances together are that of the settings' means.
+    mean, error = random_effects([list(of) for of in drawn])
+    assert mean == pytest.approx(drawn.mean())
+    assert error == pytest.approx(drawn.mean(1).std(ddof=1) / np.sqrt(8))
+    means = np.arange(4.0) * 1e-6  # which differ by less than seeds do: no variance between settings
+    scattered = means[:, None] + np.array([-1.0, 0.0, 1.0])
+    assert random_effects([list(of) for of in scattered])[1] == pytest.approx(1 / np.sqrt(12))
+
+
+def test_the_readme_has_what_the_cure_costs_over_all_pairs(capsys):
+    runpy.run_path(str(ROOT / "results" / "perplexity.py"), run_name="__main__")
+    assert "9 settings, 35 seeds: -0.14% (-1.49% to +1.23%); within 1%: p = 0.11" in capsys.readouterr().out
+    assert "-0.1% (95% interval -1.5 to +1.2; within 1%: p = 0.11)" in (ROOT / "README.md").read_text()

@@ -461,6 +461,14 @@ def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
 
 
+def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+    """Computes Spearman's rank correlation."""
+    from scipy import stats  # here, because it takes a second to import
+
+    found: Any = stats.spearmanr(x, y)
+    return float(found.statistic)
+
+
 def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more: Any) -> Claim:
     """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
 
@@ -477,9 +485,7 @@ def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more:
         low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.90) if np.ptp(logs) else (logs[0], logs[0])
         return bool(-math.log1p(margin) < low and high < math.log1p(margin))
 
-    words = (
-        f"90% interval of the change of perplexity from {before} to {after}, paired by seed, within {percent(margin)}"
-    )
+    words = f"90% interval of the change of perplexity from {before} to {after}, paired by seed, within {margin:.0%}"
     return Claim(says, check(within, after, before, words=words, shows=(PPL,)), **more)
 
 

@@ -33,9 +33,7 @@ class Inputs(NamedTuple):
     # Rows of W = T + 1 ids, or of 2 T for another objective than the next token: `split_tokens` takes them apart.
     batch: Callable[[int], np.ndarray]
     evaluation: np.ndarray  # int32 [eval.sequences, W]
-    bits_per_nat_of_loss: (
-        float | None
-    )  # bits per byte of text for each nat per token; None if not all text is predicted
+    bits_per_nat_of_loss: float | None  # bits per byte of text for a nat per token; None if not all text is predicted
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading

@@ -23,6 +23,7 @@ from orthojax.experiments.claims import (
     lost,
     no_perplexity_lost,
     outliers,
+    spearman,
     worst,
 )
 from orthojax.experiments.measures import Measure, Measured, Say
@@ -75,7 +76,7 @@ ROUNDED = Measure("preventions", _rounded)
 
 _BASE = replace(BREAKING_MODEL, {"train.steps": 4000})
 _MUON: dict[str, Any] = {"optim.optimizer": "muon", "optim.momentum": 0.95}
-_MARRIED = _MUON | {"optim.muon_embeddings": "orthoadam"}
+_MUON_ORTHOADAM = _MUON | {"optim.muon_embeddings": "orthoadam"}
 _SOAP = {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95}
 
 # Optimizer -> what it changes, and three rates of its search, each twice the one before.
@@ -83,7 +84,7 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "adam": ({}, (1.5e-3, 3e-3, 6e-3)),
     "orthoadam": ({"optim.optimizer": "orthoadam"}, (1.5e-3, 3e-3, 6e-3)),
     "muon": (_MUON | {"optim.muon_embeddings": "adam"}, (3e-3, 6e-3, 1.2e-2)),
-    "married": (_MARRIED, (3e-3, 6e-3, 1.2e-2)),
+    "muon_orthoadam": (_MUON_ORTHOADAM, (3e-3, 6e-3, 1.2e-2)),
     "soap": (_SOAP, (3e-3, 6e-3, 1.2e-2)),
 }
 
@@ -107,12 +108,12 @@ TUNING = Study(
     seeds=(100,),  # of no comparison
     rounding=False,
     note="1,000 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
-    "also of the same optimizer with other architectures. `married` is Muon with OrthoAdam on the embeddings.",
+    "also of the same optimizer with other architectures. `muon_orthoadam` is Muon with OrthoAdam on the embeddings.",
     columns=["perplexity", WORST],
 )
 
 # What each optimizer's search chose; of Muon it is the largest rate that was tried, 2% below the one before.
-_TUNED = {"adam": 3e-3, "orthoadam": 3e-3, "muon": 1.2e-2, "married": 6e-3, "soap": 6e-3}
+_TUNED = {"adam": 3e-3, "orthoadam": 3e-3, "muon": 1.2e-2, "muon_orthoadam": 6e-3, "soap": 6e-3}
 # Recipe -> its optimizer, and what it changes besides: those that one would choose, then parts and relatives of them.
 _Recipes = Mapping[str, tuple[str, Mapping[str, Any]]]
 _OSP = {"model.embedding_projection": True}
@@ -120,7 +121,7 @@ _RECIPES: _Recipes = {
     "adam": ("adam", {}),
     "cured": ("orthoadam", {"model.normalizer": "softmax1"}),
     "muon": ("muon", {}),
-    "married": ("married", {}),
+    "muon_orthoadam": ("muon_orthoadam", {}),
     "orthoadam": ("orthoadam", {}),
     "adam_gate": ("adam", {"model.gated_attention": "elementwise"}),
     "osp": ("muon", _OSP),
@@ -129,7 +130,7 @@ _PARTS: _Recipes = {
     "adam_softmax1": ("adam", {"model.normalizer": "softmax1"}),
     "orthoadam_gate": ("orthoadam", {"model.gated_attention": "elementwise"}),
     "adam_tweo": ("adam", {"train.activation_penalty": 0.01}),
-    "married_softmax1": ("married", {"model.normalizer": "softmax1"}),
+    "muon_orthoadam_softmax1": ("muon_orthoadam", {"model.normalizer": "softmax1"}),
     "adam_sinks": ("adam", {"model.normalizer": "learned_sink"}),
     "soap": ("soap", {}),
     "osp_channel_norm": ("muon", _OSP | {"model.norm": "rmsnorm"}),
@@ -146,13 +147,10 @@ def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Clai
     """Returns the claim that recipes with more of a metric lose more to a format."""
 
     def rho(of: Sequence[Result]) -> float:
-        from scipy import stats  # here, because it takes a second to import
-
         of = [result for result in of if result.seeds]
         if len(of) < 7:
             raise Missing("fewer than seven recipes")
-        found: Any = stats.spearmanr([r[metric] for r in of], [r[lost(setting)] for r in of])
-        return float(found.statistic)
+        return spearman([r[metric] for r in of], [r[lost(setting)] for r in of])
 
     holds = check(lambda *of: rho(of) >= least, words=f"Spearman's rho with the loss over recipes at least {least:g}")
     says = f"{metric.label} orders what recipes lose at {setting}."
@@ -167,8 +165,9 @@ _DRAWN = (COARSE, "w4a4", "mxfp4", "nvfp4")
 _ABOUT = (
     "4,000 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but `osp_channel_norm`, "
     "and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for the optimizer. `osp` "
-    "is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), `married` Muon with OrthoAdam "
-    "on the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after training."
+    "is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), `muon_orthoadam` Muon with "
+    "OrthoAdam on the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after "
+    "training."
 )
 _COLUMNS: Any = ["perplexity kurtosis_first kurtosis_rest osp_kurtosis", PEAK,
                  "first_attention_fraction first_attention_mass gu_sink_rate"]  # fmt: skip
@@ -204,12 +203,13 @@ PREVENTIONS = Study(
         *(Claim(f"Softmax-1 with OrthoAdam loses at most a third of what Adam loses at {name}.",
                 lost(name)["cured"] <= lost(name)["adam"] / 3, _breaks(name)) for name in _DRAWN),
         *(Claim(f"Muon with OrthoAdam on the embeddings loses at most half of what Muon loses at {name}.",
-                lost(name)["married"] <= 0.5 * lost(name)["muon"], lost(name)["muon"] >= 0.05) for name in _DRAWN),
+                lost(name)["muon_orthoadam"] <= 0.5 * lost(name)["muon"], lost(name)["muon"] >= 0.05)
+          for name in _DRAWN),
         *(Claim(f"The gate alone loses at most half of what Adam loses at {name}.",
                 lost(name)["adam_gate"] <= 0.5 * lost(name)["adam"], _breaks(name)) for name in (COARSE, "w4a4")),
         Claim("Muon alone has outliers.", worst("muon") > OUTLIERS),
         cured_outliers("OSP has none.", "osp", "adam"),
-        cured_outliers("Muon with OrthoAdam on the embeddings has none.", "married", "adam"),
+        cured_outliers("Muon with OrthoAdam on the embeddings has none.", "muon_orthoadam", "adam"),
         *(halved(f"The sink: {name} takes half of the dominance away, or more.", name, "adam")
           for name in ("cured", "adam_gate", "muon")),
         Claim("Small groups do not make prevention superfluous: at nvfp4 cured loses less than Adam, in every seed.",
@@ -225,7 +225,7 @@ PREVENTIONS = Study(
         _correlates(PEAK, COARSE, 0.8, added="when one seed was there"),
         _correlates(WORST, COARSE, 0.8, added="when one seed was there"),
         *(equivalent(f"{name} has the perplexity of Adam within 1%.", name, "adam")
-          for name in ("cured", "adam_gate", "married")),
+          for name in ("cured", "adam_gate", "muon_orthoadam")),
         no_perplexity_lost("No recipe costs perplexity.", "*", "adam",
                            cases=[name for name in _RECIPES if name != "adam"]),
     ],

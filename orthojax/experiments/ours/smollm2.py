@@ -47,16 +47,22 @@ def _rows(count: int, length: int) -> np.ndarray:
     return ids[: count * (length + 1)].reshape(count, length + 1)
 
 
-def _perplexity(model: Transformer, params: Any) -> float:
-    """Returns the perplexity on `_ROWS` rows in one batch, over which dynamic scales are."""
-    tokens = _rows(_ROWS, _LENGTH)
+def _perplexity(model: Transformer, params: Any, start: int = 0, prefixed: Transformer | None = None) -> float:
+    """Returns the perplexity on `_ROWS` rows from `start` on in one batch, over which dynamic scales are.
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, tokens[:, :-1])[0]
+    With a float model the keys and values that it has of the prefix stand before each row.
+    """
+    tokens = _rows(start + _ROWS, _LENGTH)[start:]
+
+    def loss(params: Any, tokens: jax.Array, cache: KVCache | None) -> jax.Array:
+        logits: Any = model.apply({"params": params}, tokens[:, :-1], cache=cache)[0]
         return jnp.mean(cross_entropy.cross_entropy_nats(logits, tokens[:, 1:]))
 
     with jax.enable_x64(False):
-        return cross_entropy.perplexity(float(jax.jit(loss)(params, jnp.asarray(tokens))))
+        prefix, cache = jnp.array(_PREFIX), None
+        if prefixed is not None:
+            cache = quant.prefix_cache(prefixed, params, prefix, _ROWS, _LENGTH)
+        return cross_entropy.perplexity(float(jax.jit(loss)(params, jnp.asarray(tokens), cache)))
 
 
 def _quantized(setting: QuantizationSetting, include: str = quant.ALL_BUT_HEAD, *, unrolled: bool = False) -> float:
@@ -160,21 +166,6 @@ _FRESH = 40  # rows from here on
 _SAFE = (COARSE, "int8_moderate", "int8_fine_per_token", "w4a8", "w4a4", "w4a4kv4", "mxfp4", "nvfp4")
 
 
-def _perplexity_after(model: Transformer, params: Any, float_model: Transformer | None) -> float:
-    """Returns the perplexity of fresh rows, after a float model's keys and values of the prefix if it is given."""
-    tokens = jnp.asarray(_rows(_FRESH + _ROWS, _LENGTH)[_FRESH:])
-
-    def loss(params: Any, tokens: jax.Array, cache: KVCache | None) -> jax.Array:
-        logits: Any = model.apply({"params": params}, tokens[:, :-1], cache=cache)[0]
-        return jnp.mean(cross_entropy.cross_entropy_nats(logits, tokens[:, 1:]))
-
-    with jax.enable_x64(False):
-        prefix, cache = jnp.array(_PREFIX), None
-        if float_model is not None:
-            cache = quant.prefix_cache(float_model, params, prefix, _ROWS, _LENGTH)
-        return cross_entropy.perplexity(float(jax.jit(loss)(params, tokens, cache)))
-
-
 def _made_safe(seed: int) -> Iterator[Row]:
     """Yields perplexities in float and at each setting: as it is, with a float prefix, rotated, and with both."""
     loaded = _model()
@@ -184,12 +175,12 @@ def _made_safe(seed: int) -> Iterator[Row]:
     for name, (params, config, wrap) in {"as_it_is": plain, "rotated": rotated}.items():
         model = Transformer(config)
         model = model.clone(linear=wrap(model.linear))
-        for prefixed in (False, True):
-            found = {"perplexity": _perplexity_after(model, params, model if prefixed else None)}
+        for prefixed in (None, model):
+            found = {"perplexity": _perplexity(model, params, _FRESH, prefixed)}
             for setting in _SAFE:
                 rounded = quant.rounded_model(config, quant.setting_named(setting))
                 rounded = rounded.clone(linear=wrap(rounded.linear))
-                found[f"perplexity_{setting}"] = _perplexity_after(rounded, params, model if prefixed else None)
+                found[f"perplexity_{setting}"] = _perplexity(rounded, params, _FRESH, prefixed)
             yield Row({"as_it_is": "prefix", "rotated": "both"}[name] if prefixed else name, found)
 
 
