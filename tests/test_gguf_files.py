@@ -10,10 +10,11 @@ from model_oracle import random_params
 
 import orthojax
 from orthojax.config import RopeConfig
+from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import llama2, unstack_layers
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained import computed_as, read_gguf
+from orthojax.pretrained import begins_with_bos, computed_as, read_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -206,3 +207,66 @@ def test_unknown_and_missing_parts_are_named(named, more, options, tmp_path):
     write_gguf(tmp_path / "model.gguf", GGUF_LLAMA, tensors, **options)
     with pytest.raises(UserError, match=re.escape(named)):
         read_gguf(tmp_path / "model.gguf")
+
+
+# Tokenizers. GPT-2's 256 bytes come first, so that "!" is 0 and a space 220, then merges and other tokens.
+
+BYTES = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))]
+BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]
+MERGES = {"\u0120 !": "\u0120!", "1 2": "12", "3 4": "34", "12 3": "123", "a b": "ab"}
+WORDS = [*BYTES, *MERGES.values(), "<think>", "   ", "<|endoftext|>"]
+IDS = {word: i for i, word in enumerate(WORDS)} | {" ": 220}
+KINDS = [1] * (len(WORDS) - 3) + [4, 4, 3]  # normal, user-defined, control
+
+
+def tokenizer_file(path, **metadata):
+    """Writes a .gguf file of a tokenizer and no tensors."""
+    words = {"model": "gpt2", "tokens": WORDS, "merges": list(MERGES), "token_type": KINDS} | metadata
+    named = {f"tokenizer__ggml__{name}": value for name, value in words.items() if value is not None}
+    write_gguf(path, GGUF_LLAMA, {}, **named)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "words"),
+    [
+        # The ids of llama.cpp.
+        ("gpt-2", " !", ["\u0120!"]),
+        ("default", " !", [" ", "!"]),
+        (None, " !", [" ", "!"]),
+        ("gpt-2", "1234", ["12", "34"]),
+        ("default", "1234", ["123", "4"]),
+        ("llama-bpe", "1234", ["123", "4"]),
+        ("qwen2", "1234", ["1", "2", "3", "4"]),
+        ("smollm", "ab12", ["ab", "1", "2"]),
+        *((split, "ab<think>!", ["ab", "<think>", "!"]) for split in ("gpt-2", "llama-bpe", "qwen2")),
+        ("gpt-2", "!   !", ["!", "   ", "!"]),
+        ("gpt-2", "<|endoftext|>", list("<|endoftext|>")),  # text that mentions it
+    ],
+)
+def test_text_is_cut_as_llama_cpp_cuts_it(split, text, words, tmp_path):
+    tokenizer = load_tokenizer(tokenizer_file(tmp_path / "model.gguf", pre=split))
+    ids = tokenizer.encode_batch([text])[0].tolist()
+    assert ids == [IDS[word] for word in words]
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "begins"),
+    [
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama3"}, True),
+        ({"pre": "llama3", "add_bos_token": 0}, False),
+        ({"pre": "qwen2"}, False),
+        ({}, False),
+        ({"pre": "smollm", "add_bos_token": 1}, True),
+        ({"model": "llama"}, True),
+    ],
+)
+def test_texts_begin_with_bos_as_in_llama_cpp(metadata, begins, tmp_path):
+    assert begins_with_bos(tokenizer_file(tmp_path / "model.gguf", **metadata)) == begins
+
+
+def test_an_unknown_split_is_named(tmp_path):
+    with pytest.raises(UserError, match="'tekken'"):
+        load_tokenizer(tokenizer_file(tmp_path / "model.gguf", pre="tekken"))

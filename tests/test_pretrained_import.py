@@ -1,5 +1,6 @@
 """Folders of models that others trained: read back bit for bit, and refused by name if damaged."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,6 +20,7 @@ from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2
+from orthojax.ops import rotary_frequencies
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
 from orthojax.pretrained.configs import read_config, write_config
 from orthojax.pretrained.folders import own_rows, read_params
@@ -225,6 +227,14 @@ def test_unsupported_windows_are_refused(model_type, fields, name):
         read_config(FAMILIES[model_type], SIZES | fields)
 
 
+def test_rotary_positions_of_a_llama_are_those_of_transformers():
+    plain = read_config(FAMILIES["llama"], SIZES)
+    for fields in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        assert read_config(FAMILIES["llama"], SIZES | fields) == plain  # which reads no such field
+    with pytest.raises(UserError, match=r"partial_rotary_factor=0\.5"):  # and then fails
+        read_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}})
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
 STRETCHED = RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0)
 EXPERTS = {"q_lora_rank": None, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
@@ -344,13 +354,51 @@ def test_reading_holds_one_tensor_beside_the_model():
     assert most <= 2  # the one before may still be on its way to the device
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_head_beside_tied_embeddings_counts_if_it_differs(another, tmp_path):
+    config = dataclasses.replace(LLAMA, tie_embeddings=False)
+    params = stacked_params(config)
+    if not another:
+        params = params | {"head": {"kernel": params["token_embedding"]["embedding"].T}}
+    write_folder(tmp_path / "model", config, params)
+    with_fields(tie_word_embeddings=True)(tmp_path / "model")
+    with pytest.warns(UserWarning, match="another head") if another else contextlib.nullcontext():
+        read, same = read_folder(tmp_path / "model")
+        assert read.tie_embeddings is not another
+        assert orthojax.load(tmp_path / "model").config.model == read
+    head = same["head"]["kernel"] if another else same["token_embedding"]["embedding"].T
+    np.testing.assert_array_equal(head, params["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"num_hidden_layers": 10**9}, "layers"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**40}}, "rope_theta"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_at_once(fields, named, tmp_path):
+    write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA))
+    with_fields(**fields)(tmp_path / "model")
+    with pytest.raises(UserError, match=named):
+        orthojax.load(tmp_path / "model")
+
+
+def test_a_base_of_wavelengths_may_be_a_large_integer():
+    ours, same = rotary_frequencies(4, 2**31), rotary_frequencies(4, float(2**31))
+    np.testing.assert_array_equal(ours, same)
+
+
 def test_a_missing_tokenizer_is_named(tmp_path):
     write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA))
     with pytest.raises(UserError, match="tokenizer"):
         require_tokenizer(orthojax.load(tmp_path / "model"))
     (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"BOS is not known: .*tokenizer\.json"):
+        loaded = orthojax.load(tmp_path / "model")
     with pytest.raises(UserError, match=r"tokenizer\.json"):
-        require_tokenizer(orthojax.load(tmp_path / "model"))
+        require_tokenizer(loaded)
 
 
 def test_the_tokenizer_comes_along_and_integers_do_not(tmp_path):

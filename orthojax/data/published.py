@@ -42,29 +42,43 @@ def _parsed(path: Path, _: tuple[int, ...]) -> Gguf:
     return Gguf(MappingProxyType(metadata), MappingProxyType({tensor.name: tensor for tensor in reader.tensors}))
 
 
-# The expressions by which text is cut into words before BPE; Llama 3's is that of llama3/llama/tokenizer.py.
+# The expressions by which text is cut into words before BPE; Llama 3's is that of llama3/llama/tokenizer.py, and
+# `default` that of llama.cpp, which cuts one after the other.
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_GPT2_WORDS = [_BYTE_LEVEL | {"use_regex": True}]
 
 
-def _expression(words: str) -> list[dict[str, Any]]:
-    cut = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
-    return [cut, _BYTE_LEVEL | {"use_regex": False}]
+def _cut(*expressions: str) -> list[dict[str, Any]]:
+    cuts: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False} for words in expressions
+    ]
+    return [*cuts, _BYTE_LEVEL | {"use_regex": False}]
 
 
-# By `tokenizer.ggml.pre`.
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")  # which begin with BOS, and take a whole word that is a token
+# By `tokenizer.ggml.pre`; llama.cpp takes `default` for a file without one.
 _WORDS = {
-    **dict.fromkeys(("default", "gpt-2", "olmo"), _GPT2_WORDS),
-    **dict.fromkeys(("llama-bpe", "llama3"), _expression(LLAMA3_WORDS)),
-    "qwen2": _expression(_QWEN2_WORDS),
-    "smollm": [{"type": "Digits", "individual_digits": True}, *_GPT2_WORDS],
+    "default": _cut(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "olmo"), _cut(_GPT2_WORDS)),
+    **dict.fromkeys(_LLAMA3, _cut(LLAMA3_WORDS)),
+    "qwen2": _cut(_QWEN2_WORDS),
+    "smollm": _cut(r"\p{N}", _GPT2_WORDS),
 }
-_CONTROL = 3  # tokenizer.ggml.token_type of special tokens
+# Values of `tokenizer.ggml.token_type`: control tokens, which text does not contain, and words that are one token
+# wherever they stand, such as <think> or runs of spaces.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def gguf_begins_with_bos(path: Path) -> bool:
+    """Tells whether llama.cpp begins texts with the BOS token of a file: as it says, or by its kind of tokenizer."""
+    metadata = open_gguf(path).metadata
+    by_kind = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", by_kind))
 
 
 def gguf_tokenizer(path: Path) -> str:
@@ -78,14 +92,15 @@ def gguf_tokenizer(path: Path) -> str:
     if split not in _WORDS:
         raise UserError(f"{path} splits words as {split!r}, which is not supported", allowed=allowed)
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    special = [plain | {"id": i, "content": tokens[i]} for i, kind in enumerate(types) if kind == _CONTROL]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [plain | {"id": i, "content": tokens[i], "special": kind == _CONTROL}
+             for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]  # fmt: skip
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
              "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-             "ignore_merges": split in ("llama-bpe", "llama3"),
+             "ignore_merges": split in _LLAMA3,
              "vocab": {token: i for i, token in enumerate(tokens)},
              "merges": [merge.split(" ") for merge in merges]}  # fmt: skip
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
              "pre_tokenizer": {"type": "Sequence", "pretokenizers": _WORDS[split]}, "post_processor": None,
              "decoder": _BYTE_LEVEL | {"use_regex": True}, "model": model}  # fmt: skip
     return json.dumps(whole)

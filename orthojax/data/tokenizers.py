@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.data.published import gguf_tokenizer, open_gguf
+from orthojax.data.published import gguf_begins_with_bos, gguf_tokenizer, open_gguf
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import parse_json, read_json, require_file
 from orthojax.places import locate
@@ -343,8 +343,7 @@ def begins_with_bos(path: Path) -> bool:
     begins with it by default.
     """
     if path.suffix == ".gguf":
-        metadata = open_gguf(path).metadata
-        return bool(metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama"))
+        return gguf_begins_with_bos(path)
     words, tokenizer = (_read(path / name) for name in ("tokenizer_config.json", "tokenizer.json"))
     if type(declared := words.get("add_bos_token")) is bool:
         return declared

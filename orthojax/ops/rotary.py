@@ -66,6 +66,7 @@ def rotary_frequencies(width: int, theta: float = 10_000.0) -> jax.Array:
         raise ValueError(f"rotary positions need an even head width, got {width}")
     if isinstance(theta, int | float) and not theta > 0:
         raise ValueError(f"theta={theta}; allowed: a positive number")
+    theta = float(theta) if isinstance(theta, int) else theta  # one of 2**31 or more is no int32
     return theta ** (-jnp.arange(0, width, 2, dtype=float) / width)
 
 

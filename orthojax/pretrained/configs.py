@@ -69,6 +69,8 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
         fields["d_head"] = None
     if fields.get("num_kv_heads") == fields["num_heads"]:
         fields["num_kv_heads"] = None
+    # Before layers are counted one by one.
+    require(0 < fields["num_layers"] <= 2**12, f"a model of {fields['num_layers']} layers", "1 to 4096")
     fields["attention_window"] = _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
     return from_flat(ModelConfig, fields)
 
@@ -125,8 +127,12 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(kind in tuple(_SCALINGS), f"rope_type={kind!r} is not supported", " | ".join(_SCALINGS))
     theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", 10_000.0)))
-    fraction = given.get("partial_rotary_factor", given.get("rotary_pct", family.rotary_fraction))
-    numbers = {"rope_theta": theta, "partial_rotary_factor": rope.get("partial_rotary_factor", fraction)}
+    numbers, fraction = {"rope_theta": theta}, rope.pop("partial_rotary_factor", None)
+    if family.rotary_fraction is None:  # transformers rotates all channels whatever it says, or fails
+        require(kind == "default" or fraction in (None, 1), f"partial_rotary_factor={fraction} is not supported", "1.0")
+    else:
+        given_fraction = given.get("partial_rotary_factor", given.get("rotary_pct", family.rotary_fraction))
+        numbers["partial_rotary_factor"] = given_fraction if fraction is None else fraction
     scaling = dict(_SCALINGS[kind])
     # As in transformers: a length beside `rope_parameters` counts before one in it, and the whole length without both.
     defaults = {"beta_slow": 1.0, "beta_fast": 32.0, _ORIGINAL: max_length}
@@ -146,7 +152,7 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         require(is_number, f"{name}={value!r} is not supported", "a number")
     found = {"rope_theta": numbers["rope_theta"]}
-    if numbers["partial_rotary_factor"] != 1.0:
+    if numbers.get("partial_rotary_factor", 1.0) != 1.0:
         found["rope.fraction"] = numbers["partial_rotary_factor"]
     if kind != "default":
         found |= {f"rope.{ours}": numbers[name] for name, ours in scaling.items()} | {"rope.scaling": kind}
@@ -177,7 +183,7 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
             given["attention_factor"] = yarn_mscale(rope.factor, rope.mscale)
         given |= {} if rope.truncate else {"truncate": False}
         given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
-    if family.rotary_fraction != 1.0:
+    if family.rotary_fraction is not None:
         given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
     return {"rope_parameters": given}
 

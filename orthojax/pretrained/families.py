@@ -146,7 +146,8 @@ class Family:
     prefixes: tuple[str, ...] = ("model.", "")  # of the names of all tensors but the head; the first is written
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of names of tensors that are no parameters
     rotary: bool = True  # `rope_parameters`, or the older fields, are read
-    rotary_fraction: float = 1.0  # rotated channels that the foreign library takes if no field says it
+    # The share of rotated channels if no field says it; None if the foreign library reads no such field.
+    rotary_fraction: float | None = None
     mscales: bool = False  # YaRN scales logits by `mscale` and `mscale_all_dim`
     window_switch: bool = False  # windows are on if `use_sliding_window` says so
     more: More | None = None

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +108,22 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
         return from_dict(ModelConfig, given.get("model")), None
     known = isinstance(name, str) and name in FAMILIES
     require(known, f"model_type {name!r} is not supported", " | ".join(FAMILIES))
-    return read_config(FAMILIES[name], given), FAMILIES[name]
+    config = read_config(FAMILIES[name], given)
+    if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
+        warnings.warn(f"{folder} says tied embeddings, and has another head: the head is used", stacklevel=2)
+        config = dataclasses.replace(config, tie_embeddings=False)
+    return config, FAMILIES[name]
+
+
+def _has_another_head(folder: Path, family: Family) -> bool:
+    """Tells whether files of tied embeddings have a head that differs from them; transformers 5 then unties them."""
+    tensors = _tensors_of(folder)
+    head = next((tensors[name]() for name in HEADS if name in tensors), None)
+    if head is None:
+        return False
+    (embedding,) = (row.there for row in family.weights if row.here == ("token_embedding/embedding",))
+    table = next((tensors[name]() for name in foreign_names(family, embedding) if name in tensors), head)
+    return not np.array_equal(head, table)
 
 
 def read_params(

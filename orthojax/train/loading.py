@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
         return found, config
     model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
     length, bos = min(model.max_length, _PUBLISHED_LENGTH), False
-    with contextlib.suppress(UserError):  # token ids are enough for most, and whoever reads text reports the file
+    try:
         bos = begins_with_bos(found)
+    except UserError as error:  # token ids are enough for most, and whoever reads text reports the file
+        warnings.warn(f"whether texts begin with BOS is not known: {error}", stacklevel=2)
     data = DataConfig(sequence_length=length, tokenizer=str(found), bos=bos)
     return found, Config(model=model, data=data)
 
