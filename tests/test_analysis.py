@@ -71,6 +71,26 @@ def test_activation_metrics_are_their_definitions():
     check({"value_norm_first": norms[..., 0].mean(), "value_norm_rest": norms[..., 1:].mean()}, norms, rtol=1e-6)
 
 
+def test_special_positions_are_no_others():
+    special = np.random.default_rng(7).uniform(size=(B, T)) < 0.4
+    special[0, 1:], special[1, 1:] = True, False
+    taps = SimpleNamespace(**LAYER, visible=np.ones((1, 1, T, T), bool))
+    statistics = jax.jit(lambda: analysis.observe_language_model(taps, special=special))()
+    found = {n: float(x) / int(statistics.count[n]) for n, x in statistics.total.items() if x.ndim == 0}
+    x, kept = LAYER["residual"][:, 1:], ~special[:, 1:]
+    centred = x - x.mean(-1, keepdims=True)
+    peak, norm = np.abs(x).max(-1), np.linalg.norm(x, axis=-1)
+    values = {"kurtosis": (centred**4).mean(-1) / (centred**2).mean(-1) ** 2, "norm_ratio": peak / norm,
+              "residual_norm": norm}  # fmt: skip
+    for name, of in values.items():
+        by_row = [row[of_row].mean() if of_row.any() else 0.0 for row, of_row in zip(of, kept, strict=True)]
+        assert found[f"{name}_rest"] == pytest.approx(np.mean(by_row), rel=1e-5)
+    assert found["max_abs_rest"] == pytest.approx(np.where(kept, peak, 0.0).max(1).mean(), rel=1e-5)
+    assert float(statistics.maximum["max_abs_rest_maximum"]) == pytest.approx(peak[kept].max(), rel=1e-5)
+    assert found["kurtosis_special"] == pytest.approx(values["kurtosis"][~kept].mean(), rel=1e-5)
+    assert found["max_abs_special"] == pytest.approx(peak[~kept].mean(), rel=1e-5)
+
+
 def test_a_spike_at_position_0_is_seen_there():
     x = np.tile([1.0, -1.0], (B, T, D // 2))
     x[:, 0] = 0.0

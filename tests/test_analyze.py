@@ -142,9 +142,12 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     (tmp_path / "b.txt").write_text("klm")
     files, tokenizer = [str(tmp_path / name) for name in ("a.txt", "b.txt")], ByteTokenizer()
     stream = np.array([*b"abcdefghij", 257, *b"klm", 257], np.int32)
-    text = read_rows(files, tokenizer, rows=0, length=4)
+    text = read_rows(files, tokenizer, rows=0, length=4, packed=True)
     np.testing.assert_array_equal(text.evaluation, stream.reshape(3, 5))
     assert text.bits_per_nat_of_loss == pytest.approx(15 / 13 / math.log(2))
+    text = read_rows(files, tokenizer, rows=0, length=2)  # one document to a row, and no separator
+    np.testing.assert_array_equal(text.evaluation, [[*b"abc"], [*b"def"], [*b"ghi"], [*b"klm"]])
+    assert text.special_ids == (256, 257)
     text = read_rows(files, tokenizer, rows=2, length=4, bos=True)
     np.testing.assert_array_equal(text.evaluation, [[256, *b"abcd"], [256, *b"efgh"]])
     with pytest.raises(UserError, match="31 tokens"):

@@ -46,6 +46,10 @@ from orthojax.analysis.catalogue import conditions as conditions
 from orthojax.analysis.catalogue import define as define
 from orthojax.analysis.catalogue import label as label
 from orthojax.analysis.catalogue import show as show
+from orthojax.analysis.extremes import Extremes as Extremes
+from orthojax.analysis.extremes import largest_activations as largest_activations
+from orthojax.analysis.extremes import observe_extremes as observe_extremes
+from orthojax.analysis.extremes import secondary_sinks as secondary_sinks
 from orthojax.analysis.observe import Statistics as Statistics
 from orthojax.analysis.observe import combine as combine
 from orthojax.analysis.observe import concatenate as concatenate

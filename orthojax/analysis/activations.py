@@ -1,9 +1,9 @@
 """Outliers of hidden states, and value-state drains. Legend: B batch, N query heads, T or S positions, D d_model.
 
 Hidden states are block outputs after the second residual add, one array [B, T, D] for each layer; embeddings and the
-final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2). Every
-function takes one layer, averages over sequences and returns a scalar, at least float32. Arrays of another shape are a
-ValueError.
+final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2), or those of
+them at which `where` [B, T] is True. Every function takes one layer, averages over sequences and returns a scalar, at
+least float32. Arrays of another shape are a ValueError.
 """
 
 import math
@@ -22,6 +22,19 @@ def _magnitude(hidden: ArrayLike) -> jax.Array:
     return jnp.max(jnp.abs(at_least_float32(hidden)), axis=-1)
 
 
+def _mean_of_rest(x: jax.Array, where: ArrayLike | None) -> jax.Array:
+    """Averages [B, T] over the positions >= 1 of `where`, then over sequences; 0 for a sequence without one."""
+    if where is None:
+        return jnp.mean(x[:, 1:])
+    kept = jnp.asarray(where)[:, 1:]
+    return jnp.mean(jnp.sum(jnp.where(kept, x[:, 1:], 0.0), axis=1) / jnp.maximum(jnp.sum(kept, axis=1), 1))
+
+
+def _only(x: jax.Array, where: ArrayLike | None) -> jax.Array:
+    """Sets positions [B, T] that do not count to 0, which is no largest magnitude."""
+    return x if where is None else jnp.where(jnp.asarray(where), x, 0.0)
+
+
 def kurtosis_first(hidden: ArrayLike) -> jax.Array:
     """Kurtosis over channels at position 0, mean over sequences: E_b[kappa(x[b, 0])].
 
@@ -30,9 +43,9 @@ def kurtosis_first(hidden: ArrayLike) -> jax.Array:
     return jnp.mean(kurtosis(hidden_states(hidden)[:, 0]))
 
 
-def kurtosis_rest(hidden: ArrayLike) -> jax.Array:
+def kurtosis_rest(hidden: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """Kurtosis over channels, mean over positions >= 1 and sequences; see `kurtosis_first`."""
-    return jnp.mean(kurtosis(hidden_states(hidden, at_least=2)[:, 1:]))
+    return _mean_of_rest(kurtosis(hidden_states(hidden, at_least=2)), where)
 
 
 def kurtosis_pooled(hidden: ArrayLike) -> jax.Array:
@@ -48,12 +61,12 @@ def max_abs_first(hidden: ArrayLike) -> jax.Array:
     return jnp.mean(_magnitude(hidden_states(hidden))[:, 0])
 
 
-def max_abs_rest(hidden: ArrayLike) -> jax.Array:
+def max_abs_rest(hidden: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """Largest absolute activation over positions >= 1, mean over sequences: E_b[max_{t >= 1, d} |x[b, t, d]|].
 
     Definition: per sequence the max over channels and over positions >= 1, mean over sequences; see `max_abs_first`.
     """
-    return jnp.mean(jnp.max(_magnitude(hidden_states(hidden, at_least=2))[:, 1:], axis=1))
+    return jnp.mean(jnp.max(_only(_magnitude(hidden_states(hidden, at_least=2)), where)[:, 1:], axis=1))
 
 
 def max_abs_first_maximum(hidden: ArrayLike) -> jax.Array:
@@ -61,9 +74,9 @@ def max_abs_first_maximum(hidden: ArrayLike) -> jax.Array:
     return jnp.max(_magnitude(hidden_states(hidden))[:, 0])
 
 
-def max_abs_rest_maximum(hidden: ArrayLike) -> jax.Array:
+def max_abs_rest_maximum(hidden: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """Largest absolute activation at positions >= 1 over all sequences; grows with their number, so report both."""
-    return jnp.max(_magnitude(hidden_states(hidden, at_least=2))[:, 1:])
+    return jnp.max(_only(_magnitude(hidden_states(hidden, at_least=2)), where)[:, 1:])
 
 
 def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
@@ -74,9 +87,21 @@ def norm_ratio_first(hidden: ArrayLike) -> jax.Array:
     return jnp.mean(norm_ratio(hidden_states(hidden)[:, 0]))
 
 
-def norm_ratio_rest(hidden: ArrayLike) -> jax.Array:
+def norm_ratio_rest(hidden: ArrayLike, where: ArrayLike | None = None) -> jax.Array:
     """max|x| / ||x||_2, mean over positions >= 1 and sequences; see `norm_ratio_first`."""
-    return jnp.mean(norm_ratio(hidden_states(hidden, at_least=2)[:, 1:]))
+    return _mean_of_rest(norm_ratio(hidden_states(hidden, at_least=2)), where)
+
+
+def special_sums(hidden: ArrayLike, special: ArrayLike) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Sums over the positions >= 1 that `special` marks, bool [B, T], each with how many there are.
+
+    Returns:
+      `kurtosis_special` and `max_abs_special`, the kurtosis over channels and the largest |x| of a position.
+    """
+    hidden, special = hidden_states(hidden, at_least=2)[:, 1:], jnp.asarray(special)[:, 1:]
+    values = {"kurtosis_special": kurtosis(hidden), "max_abs_special": _magnitude(hidden)}
+    count = jnp.sum(special, dtype=jnp.int32)
+    return {name: (jnp.sum(jnp.where(special, x, 0.0)), count) for name, x in values.items()}
 
 
 def osp_kurtosis(hidden: ArrayLike) -> jax.Array:
@@ -139,9 +164,10 @@ def residual_norm_first(hidden: ArrayLike, first: int = 1) -> jax.Array:
     return jnp.mean(norm(hidden_states(hidden, at_least=first))[:, :first])
 
 
-def residual_norm_rest(hidden: ArrayLike, first: int = 1) -> jax.Array:
+def residual_norm_rest(hidden: ArrayLike, first: int = 1, where: ArrayLike | None = None) -> jax.Array:
     """||x||_2, mean over positions >= `first` and sequences; see `residual_norm_first`."""
-    return jnp.mean(norm(hidden_states(hidden, at_least=first + 1))[:, first:])
+    norms = norm(hidden_states(hidden, at_least=first + 1))
+    return jnp.mean(norms[:, first:]) if where is None else _mean_of_rest(norms, where)
 
 
 def value_norm_first(value_norms: ArrayLike, first: int = 1, *, by_head: bool = False) -> jax.Array:

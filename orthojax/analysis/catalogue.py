@@ -74,6 +74,7 @@ class Definition:
       chance: Conditions -> the value if nothing stands out; None without such a level.
       chance_words: The case that the level of chance is of.
       group: "loss", "hidden states", "attention", "quantisation" or "training".
+      source: Whose measure it is; "" for one of everybody, or ours.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Definition:
     chance: Callable[[Conditions], float | None] | None = None
     chance_words: str = ""
     group: str = ""
+    source: str = ""
 
 
 def _most_attended(given: Conditions) -> float | None:
@@ -148,6 +150,13 @@ _HIDDEN_STATES = [
            lambda c: gaussian_norm_ratio(c.d_model)),
     *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers."),
 ]  # fmt: skip
+_SPECIAL = [
+    Definition("kurtosis_special", "kurtosis, special tokens", "",
+               "Raw kurtosis over channels at later special tokens, such as separators, mean over layers.",
+               lambda c: 3.0, _GAUSSIAN),
+    Definition("max_abs_special", "max |activation|, special tokens", "",
+               "Largest |x| over channels at a later special token, mean over them and layers."),
+]  # fmt: skip
 _PEAKS = [
     Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean."),
     Definition("residual_peak_ratio", "residual norm, <s> over others", "",
@@ -212,10 +221,25 @@ _TRAINING = [
 ]  # fmt: skip
 
 HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # functions of `activations` have these names
-_GROUPS = {"loss": _LOSSES, "hidden states": _HIDDEN_STATES + _PEAKS + _PREDICTORS, "attention": _ATTENTION}
+_GROUPS = {"loss": _LOSSES, "hidden states": _HIDDEN_STATES + _SPECIAL + _PEAKS + _PREDICTORS, "attention": _ATTENTION}
 _GROUPS |= {"training": _TRAINING}
+_OUTLIERS, _SINKS = "From Attention to Activation, arXiv 2410.17174", "Active-Dormant Attention Heads, arXiv 2410.13835"
+_GU = "When Attention Sink Emerges in Language Models, arXiv 2410.10781"
+_SOURCES = {
+    **dict.fromkeys(("kurtosis_first", "kurtosis_rest", "kurtosis_pooled"), f"{_OUTLIERS}, Eq. 2 and Table 2"),
+    **dict.fromkeys(("max_abs_first", "max_abs_rest", "first_attention_fraction"), f"{_OUTLIERS}, Table 2"),
+    **dict.fromkeys(("norm_ratio_first", "norm_ratio_rest"), f"{_OUTLIERS}, section 4.2"),
+    **dict.fromkeys(("value_norm_first", "value_norm_rest", "value_drain"), f"{_SINKS}, value-state drains"),
+    **dict.fromkeys(("residual_norm_first", "residual_norm_rest"), f"{_SINKS}, residual-state peaks"),
+    "sink_logit_gap": f"{_SINKS}, Delta logit",
+    **dict.fromkeys(("gu_sink_rate", "gu_sink_rate_any"), _GU),
+    "osp_kurtosis": "Outlier-Safe Pre-Training, arXiv 2506.19697, its code",
+    "max_over_median": "Beyond Outliers, arXiv 2509.23500",
+}
 CATALOGUE: dict[str, Definition] = {
-    d.name: dataclasses.replace(d, group=group) for group, entries in _GROUPS.items() for d in entries
+    d.name: dataclasses.replace(d, group=group, source=_SOURCES.get(d.name, ""))
+    for group, entries in _GROUPS.items()
+    for d in entries
 }
 _PREFIXES = {"post_attention_": "after attention", "rotated_": "in the optimizer's basis"}
 

@@ -49,7 +49,12 @@ class Statistics(NamedTuple):
 
 
 def observe_language_model(
-    taps: Taps, *, post_attention: bool = False, basis: ArrayLike | None = None, by_head: bool = False
+    taps: Taps,
+    *,
+    post_attention: bool = False,
+    basis: ArrayLike | None = None,
+    by_head: bool = False,
+    special: ArrayLike | None = None,
 ) -> Statistics:
     """Reduces one layer of a language model to its outlier and attention statistics.
 
@@ -59,6 +64,8 @@ def observe_language_model(
       basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, `rotated_...`.
       by_head: Keep the axis of heads for `finalize_arrays`, and also take null mass, entropy and `sink_logit_gap` (of
         all queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel.
+      special: Positions of separators and other special tokens, bool [B, T]: statistics of hidden states leave them out
+        of `_rest` and name them `_special`.
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
@@ -72,17 +79,20 @@ def observe_language_model(
     hidden_states = {"": taps.residual} | ({"post_attention_": taps.post_attention} if post_attention else {})
     if basis is not None:
         hidden_states["rotated_"] = taps.residual @ jnp.asarray(basis, taps.residual.dtype).T
-    means, maximum = {}, {}
+    means, maximum, sums = {}, {}, {}
+    rest = {} if special is None else {"where": ~jnp.asarray(special)}
     for prefix, hidden in hidden_states.items():
         for name in HIDDEN_STATES:
             kind = maximum if name.endswith("_maximum") else means
-            kind[prefix + name] = getattr(activations, name)(hidden)
+            kind[prefix + name] = getattr(activations, name)(hidden, **(rest if "_rest" in name else {}))
+        if special is not None:
+            found = activations.special_sums(hidden, special)
+            sums |= {prefix + name: pair for name, pair in found.items()}
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
     means["value_norm_first"] = activations.value_norm_first(taps.value_norms)
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
-    sums = {}
     if by_head:
         means |= _heads(taps)
         sums["sink_logit_gap"] = sink_logits.sink_logit_gap_sum(

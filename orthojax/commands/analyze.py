@@ -6,9 +6,12 @@ Face cache, smollm2) and runs of orthojax train; several, with or without names,
 Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head. Two
 texts are there without files: topics (Python's documentation, the default) and stdlib (its sources); held_out is the
 run's own evaluation set, which a run on Bigram-Backcopy always has.
+Perplexity is measured in float and rounded to 8 and 4 bits, also after a rotation; --quick leaves most of it out.
 --knock_out=8 removes every head, attention and MLP in turn, on 8 rows of the text; other interventions are arrays in
 Python, see orthojax.Interventions and orthojax.train.evaluate_by_head.
-Writes results.json, report.html, report.md and figures/ under --workdir, and the arrays by head as arrays/NAME.npz.
+Writes report.html, report.md, figures/ and results.json under --workdir, a card of each model as card.json or
+NAME.card.json, which --card=FILE,FILE shows beside another model, and the arrays by head as arrays/NAME.npz. Each
+finished part is kept under stages/: after an interruption the same command resumes.
 """
 
 import dataclasses
@@ -40,13 +43,16 @@ def define_flags() -> None:
     flags.DEFINE_list("text", ["topics"], "Text and .jsonl files, folders or patterns; or topics, stdlib, held_out.")
     flags.DEFINE_string("token_ids", "", "A .npy file of token ids [rows, length + 1] or [tokens], instead of --text.")
     flags.DEFINE_string("tokenizer", "", "File of the tokenizer, if the model's own is not known.")
-    flags.DEFINE_integer("rows", 64, "Rows of the text; 0 for all.", lower_bound=0)
+    flags.DEFINE_integer("rows", None, "Rows of the text, 16 if not given, 4 with --quick; 0 for all.", lower_bound=0)
     flags.DEFINE_integer(
         "length", 0, "Tokens of a row; 0 for the length at which the model was trained, 256 at most.", lower_bound=0
     )
     flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
+    flags.DEFINE_bool("packed", False, "Let rows run over the ends of documents, with an end-of-text token after each.")
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
-    define_settings()
+    define_settings("those of a card")
+    flags.DEFINE_bool("quick", False, "Few rows, int8_coarse and w4a4 only, no rotation, no streaming.")
+    flags.DEFINE_list("card", [], "Cards of other models, to compare with.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
 
@@ -70,6 +76,10 @@ def _require_length(path: str) -> Path:
     return place
 
 
+def _rows() -> int:
+    return (4 if FLAGS.quick else 16) if FLAGS.rows is None else FLAGS.rows
+
+
 def _open(loaded: Any) -> tuple[Any, Any]:
     """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
     from orthojax.commands.any_model import read_rows, read_token_ids
@@ -83,28 +93,53 @@ def _open(loaded: Any) -> tuple[Any, Any]:
         return loaded, open_inputs(loaded.config, Path(FLAGS.cache_dir))
     length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
     if FLAGS.token_ids:
-        inputs = read_token_ids(Path(FLAGS.token_ids), rows=FLAGS.rows, length=length)
+        inputs = read_token_ids(Path(FLAGS.token_ids), rows=_rows(), length=length)
+        inputs = inputs._replace(special_ids=loaded.tokenizer.special_ids if loaded.tokenizer else ())
     else:
         tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
         bos = config.data.bos if FLAGS.bos is None else FLAGS.bos
-        inputs = read_rows(FLAGS.text, tokenizer, rows=FLAGS.rows, length=length, bos=bos)
+        inputs = read_rows(FLAGS.text, tokenizer, rows=_rows(), length=length, bos=bos, packed=FLAGS.packed)
     data = dataclasses.replace(config.data, sequence_length=length)
     return loaded._replace(config=dataclasses.replace(config, data=data, eval=evaluation)), inputs
 
 
-def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _settings() -> dict[str, Any]:
+    """Returns the settings of `--settings`; if it is not given, those of a card, or with `--quick` two of them."""
+    from orthojax import quant
+    from orthojax.commands import card
+
+    if FLAGS.settings:
+        return named_settings()
+    return {name: quant.setting_named(name) for name in (card.QUICK if FLAGS.quick else card.FORMATS)}
+
+
+def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Returns what was measured of a model, the sections of its card, and the provenance of its text."""
     from tqdm import tqdm
 
-    from orthojax.commands.any_model import measure_model
-    from orthojax.train import evaluation_stages, load
+    from orthojax import __version__
+    from orthojax.commands import card
+    from orthojax.files import make_folder
+    from orthojax.train import load
 
     loaded, inputs = _open(load(place))
-    settings = fitting(loaded, settings)
-    stages = evaluation_stages(loaded.config, settings, quantize_head=FLAGS.quantize_head) + bool(FLAGS.knock_out)
-    options = {"quantize_head": FLAGS.quantize_head, "knock_out_rows": FLAGS.knock_out}
-    with tqdm(desc=name, total=stages) as bar:
-        measured = measure_model(loaded, inputs, settings, **options, on_progress=lambda _: bar.update())
-    return measured, {"name": name, **inputs.provenance}
+    settings = {} if inputs.task is not None else fitting(loaded, settings)
+    options = {"quick": FLAGS.quick or inputs.task is not None, "knock_out_rows": FLAGS.knock_out}
+    folder = Path(FLAGS.workdir) / "stages" / name
+    make_folder(folder, "folder of stages")
+    of = [__version__, card.identity(place), inputs.provenance, FLAGS.batch, FLAGS.quantize_head, FLAGS.knock_out]
+    names = card.stage_names(list(settings), **options)
+    with tqdm(desc=f"{name}: {names[0]}", total=len(names)) as bar:
+
+        def done(stage: str) -> None:
+            bar.set_description(f"{name}: {[*names, 'done'][names.index(stage) + 1]}", refresh=False)
+            bar.update()
+
+        stages = card.Stages(folder, of, done)
+        measured, sections = card.measure(
+            loaded, inputs, settings, stages, quantize_head=FLAGS.quantize_head, **options
+        )
+    return measured, sections, inputs.provenance
 
 
 def main(_: list[str]) -> None:
@@ -118,25 +153,31 @@ def main(_: list[str]) -> None:
 
     import numpy as np
 
+    from orthojax.commands import card
     from orthojax.commands.any_model import report
     from orthojax.experiments.report import print_report, write_report
     from orthojax.files import make_folder, write_atomically, write_text
     from orthojax.machine import environment
     from orthojax.train import keep_compiled_programs
 
-    started, settings = time.monotonic(), named_settings()
+    started, settings = time.monotonic(), _settings()
+    others = [card.read_card(Path(path)) for path in FLAGS.card]
     places = {name: _require_length(path) for name, path in models.items()}
     workdir = Path(FLAGS.workdir)
     make_folder(workdir / "arrays", "workdir")
     keep_compiled_programs(FLAGS.compile_cache)
-    measured, data = {}, []
+    measured, data, more, cards, machine = {}, [], {}, [], environment()
     for name, place in places.items():  # one model in memory at a time
-        measured[name], text = _measure(name, place, settings)
-        data.append(text)
+        measured[name], sections, text = _measure(name, place, settings)
+        data.append({"name": name, **text})
+        more[name] = card.tables_and_pictures(name, sections)
+        cards.append(card.make_card(name, models[name], measured[name], sections, machine | {"text": text}))
+        path = workdir / ("card.json" if len(places) == 1 else f"{name}.card.json")
+        write_text(path, json.dumps(cards[-1], indent=1) + "\n")
         arrays = {key: value.astype(np.float32) for key, value in measured[name].arrays.items()}
         write_atomically(workdir / "arrays" / f"{name}.npz", lambda file, of=arrays: np.savez_compressed(file, **of))
     seconds = round(time.monotonic() - started, 1)
-    provenance = environment() | {"seeds": [0], "data": data, "wall_seconds": seconds}
+    provenance = machine | {"seeds": [0], "data": data, "wall_seconds": seconds}
     rows = [
         {"variant": name, "seed": 0, "overrides": {"model": path}, "metrics": measured[name].metrics}
         for name, path in models.items()
@@ -146,7 +187,10 @@ def main(_: list[str]) -> None:
     sources = dict.fromkeys(text["source"] for text in data)
     command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
-    made = report(measured, list(sources), notes)
+    made = report(measured, list(sources), notes, more)
+    if others:
+        made = made._replace(tables=[card.comparison([*cards, *others]), *made.tables])
     write_report(made, workdir)
     print_report(made._replace(tables=made.tables[:1]))
-    print(printable(f"written: {workdir / 'results.json'} and {workdir / 'report.html'}"))
+    written = "card.json" if len(cards) == 1 else "results.json"
+    print(printable(f"written: {workdir / written} and {workdir / 'report.html'}"))

@@ -29,10 +29,12 @@ _SHOWN_HEADS = 12
 _QUANTISED = "perplexity_"  # so begin the names of the metrics of quantised models
 
 
-def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False) -> Inputs:
-    """Reads the first rows of a text as tokens of a model.
+def read_rows(
+    files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False, packed: bool = False
+) -> Inputs:
+    """Reads the first rows of a text as tokens of a model, each of one document: what is left of it is not read.
 
-    An end-of-text token follows every document.
+    So no row has a separator, which is often a second sink.
 
     Args:
       files: Of `orthojax.data.text_corpus`; or one of "topics", Python's documentation, and "stdlib", its sources.
@@ -40,6 +42,7 @@ def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: 
       rows: At most that many; 0 for all.
       length: T, tokens that the model sees; rows have one more, the last target.
       bos: Start every row with the tokenizer's BOS token.
+      packed: Cut rows from all documents as one, with an end-of-text token after each.
 
     Raises:
       UserError: For files that cannot be read, or text of less than one row.
@@ -53,19 +56,25 @@ def read_rows(files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: 
         corpus = embedded_corpus() if list(files) == ["stdlib"] else text_corpus(files)
         documents, source = (document.text for document in corpus.documents()), corpus.description
     width = length + (not bos)
-    parts, tokens, size = [], 0, 0
+    parts, kept, tokens, size = [], 0, 0, 0
     for text in documents:
-        parts.append(np.append(tokenizer.encode_batch([text])[0], tokenizer.eos_id))
-        tokens, size = tokens + len(parts[-1]), size + len(text.encode())
-        if rows and tokens >= rows * width:
+        ids = tokenizer.encode_batch([text])[0]
+        ids = np.append(ids, tokenizer.eos_id) if packed else ids
+        tokens, size = tokens + len(ids), size + len(text.encode())
+        parts.append(ids if packed else ids[: len(ids) // width * width])
+        kept += len(parts[-1])
+        if rows and kept >= rows * width:
             break
-    count = min(tokens // width, rows or tokens)
+    count = min(kept // width, rows or kept)
     if not count:
-        raise UserError(f"{source}: fewer than {width} tokens, one row", allowed="more text, or a smaller --length")
+        what = "tokens" if packed else "tokens in each document"
+        raise UserError(f"{source}: fewer than {width} {what}, one row", allowed="more text, or a smaller --length")
     ids = np.concatenate(parts)[: count * width].reshape(count, width).astype(np.int32)
     if bos:
         ids = np.concatenate([np.full((count, 1), tokenizer.bos_id, np.int32), ids], axis=1)
-    return _inputs(ids, source, tokens / size / math.log(2))
+    inputs = _inputs(ids, source, tokens / size / math.log(2))
+    inputs.provenance["rows_of"] = "packed documents" if packed else "one document"
+    return inputs._replace(special_ids=tokenizer.special_ids)
 
 
 def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
@@ -176,13 +185,19 @@ _CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
 )
 
 
-def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequence[str]) -> Report:
+def report(
+    measured: Mapping[str, Measured],
+    sources: Sequence[str],
+    notes: Sequence[str],
+    more: Mapping[str, tuple[Sequence[Table], Sequence[Picture]]] | None = None,
+) -> Report:
     """Returns the report of one or several models.
 
     Args:
       measured: Name -> what was measured; if all names are numbers, these are steps of one run, by step.
       sources: The texts.
       notes: The command, the machine and the time.
+      more: Further tables and pictures of a model, by its name.
     """
     series = len(measured) > 1 and all(name.isdecimal() for name in measured)
     title = f"{len(measured)} checkpoints of one run" if series else ", ".join(measured)
@@ -202,10 +217,12 @@ def report(measured: Mapping[str, Measured], sources: Sequence[str], notes: Sequ
     metrics = {name: of.metrics for name, of in measured.items()}
     tables = [metrics_table("Metrics, means over layers and heads", metrics, next(iter(measured.values())).config)]
     for name, of in shown.items():
-        tables += [_layer_table(name, of), _head_table(name, of)]
+        further = (more or {}).get(name, ((), ()))
+        tables += [*further[0], _layer_table(name, of), _head_table(name, of)]
         metric, weights = next(iter(_by_head(of).items()))
         figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
+        pictures += further[1]
     return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 

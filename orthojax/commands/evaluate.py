@@ -33,9 +33,10 @@ def define_flags() -> None:
     )
 
 
-def define_settings() -> None:
+def define_settings(default: str = "the five default ones") -> None:
     """Defines `--settings`, which `named_settings` reads, and `--quantize_head`."""
     what = "Quantisation settings to simulate besides the five default ones; all for every one, none for none at all."
+    what += f" If not given, {default}."
     flags.DEFINE_list("settings", [], what)
     flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
 

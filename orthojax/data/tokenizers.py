@@ -68,6 +68,11 @@ class Tokenizer(abc.ABC):
         """Writes a file that `load_tokenizer` reads."""
         Path(path).write_bytes(self.serialized.encode())
 
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids of tokens that stand for no text: BOS, end tokens, and others that the file marks as special."""
+        return tuple(sorted({self.bos_id, self.eos_id, *self.stop_ids} | self._marked()))
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised in it."""
         return self._encode(list(texts))
@@ -75,6 +80,9 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(np.asarray(ids, np.int64).tolist())
+
+    def _marked(self) -> set[int]:
+        return set()
 
     @abc.abstractmethod
     def _encode(self, texts: list[str]) -> list[np.ndarray]: ...
@@ -116,6 +124,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=True)
 
+    def _marked(self) -> set[int]:
+        return {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece .model run by its own library, since no conversion is exact for all; it may normalise texts."""
@@ -126,6 +137,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size])
+
+    def _marked(self) -> set[int]:
+        return {i for i in range(self.vocab_size) if self.backend.is_control(i)}
 
 
 def tokenizer_identity(spec: str) -> str:

@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
     held_out: np.ndarray | None = None  # the validation split, of which `evaluation` is a part; None for a task
     tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
+    special_ids: tuple[int, ...] = ()  # whose positions evaluation keeps out of those of other tokens, if asked for
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
         """Returns rows [start, stop) of a step's batch, int32 [stop - start, W], for a process that holds them."""

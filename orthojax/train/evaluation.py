@@ -159,7 +159,11 @@ def _evaluate(
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
     mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    batches = ((*_place(mesh, split_tokens(tokens, config.model)[0]), basis) for tokens in _batches(config, inputs))
+    seen = (split_tokens(tokens, config.model)[0] for tokens in _batches(config, inputs))
+    if ids := inputs.special_ids:
+        batches: Any = ((*_place(mesh, tokens), basis, *_place(mesh, np.isin(tokens, ids))) for tokens in seen)
+    else:
+        batches = ((*_place(mesh, tokens), basis) for tokens in seen)
     statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
     metrics |= analysis.finalize(statistics)
     on_progress("statistics")
@@ -212,7 +216,9 @@ def evaluation_stages(
 @functools.cache
 def _observing_text(**options: bool) -> _Observe:
     """Returns always the same function for these options, so that its programs are found again."""
-    return lambda taps, basis: analysis.observe_language_model(taps, basis=basis, **options)
+    return lambda taps, basis, special=None: analysis.observe_language_model(
+        taps, basis=basis, special=special, **options
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,0 +1,123 @@
+"""Where the largest activations and the sinks of a model are: by layer, token and channel, and by head and key.
+
+Legend: L layers, B rows, N heads, T positions, which are queries and keys, D d_model.
+"""
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orthojax.analysis.attention import SINK
+from orthojax.model import Taps
+from orthojax.ops.statistics import at_least_float32
+
+_MASSIVE, _OVER_MEDIAN = 100.0, 1000.0  # Massive Activations in Large Language Models, arXiv 2402.17762
+
+
+class Extremes(NamedTuple):
+    """The extremes of one layer, or of all with [L, ...] before; `analysis.concatenate` joins those of batches."""
+
+    magnitude: jax.Array  # [B, T], the largest |x| of a hidden state
+    channel: jax.Array  # [B, T] int32, where it is
+    median: jax.Array  # [B], of |x| over positions and channels
+    key_mass: jax.Array  # [B, T], the largest mean weight on a key over the queries that see it, of a head
+    head: jax.Array  # [B, T] int32, whose it is
+
+
+def observe_extremes(taps: Taps) -> Extremes:
+    """Reduces one layer of a causal model to its largest activations and most attended keys.
+
+    A key's mean weight is that of `gu_sink_rate`: alpha_k = 1 / (T - k) sum_{i >= k} A_ik.
+    """
+    x = jnp.abs(at_least_float32(taps.residual))
+    weights = at_least_float32(taps.attention_weights)
+    alpha = jnp.sum(weights, axis=2) / jnp.arange(weights.shape[3], 0, -1, weights.dtype)[None, None]
+    return Extremes(
+        magnitude=jnp.max(x, axis=-1),
+        channel=jnp.argmax(x, axis=-1).astype(jnp.int32),
+        median=jnp.median(x, axis=(1, 2)),
+        key_mass=jnp.max(alpha, axis=1),
+        head=jnp.argmax(alpha, axis=1).astype(jnp.int32),
+    )
+
+
+class Activation(NamedTuple):
+    """The largest activation in one channel, at the first token or at the others."""
+
+    value: float  # the largest |x|
+    over_median: float  # divided by the median |x| of its layer and row
+    layer: int  # of that value
+    channel: int
+    token: int  # its id
+    position: int  # of that value
+    rows: int  # in which this channel is the largest of the first token, or of another one
+    massive: bool  # above 100, and 1,000 times the median: arXiv 2402.17762
+
+
+class SecondarySink(NamedTuple):
+    """A token besides the first on which heads have more than 0.3 of their attention, over the queries that see it."""
+
+    mass: float  # the largest mean weight
+    layer: int  # of that head
+    head: int
+    token: int  # its id
+    position: int  # of that key
+    rows: int  # in which the token is a sink of some head
+    layers: int  # that have a head with it as sink, in some row
+
+
+def largest_activations(extremes: Extremes, tokens: np.ndarray, count: int = 5) -> list[Activation]:
+    """Lists the largest activations of different channels, those of the first token apart.
+
+    Args:
+      extremes: Of all layers, [L, B, T].
+      tokens: int [B, T], what the model read.
+      count: How many.
+    """
+    magnitude, channel, median = (np.asarray(x) for x in (extremes.magnitude, extremes.channel, extremes.median))
+    layer = np.argmax(magnitude, axis=0)
+    b, t = np.indices(layer.shape)
+    value, where = magnitude[layer, b, t], channel[layer, b, t]
+    ratio = value.astype(float) / np.maximum(median[layer, b], np.finfo(np.float32).tiny)
+    groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for row, position in zip(b.ravel().tolist(), t.ravel().tolist(), strict=True):
+        groups[position == 0, int(where[row, position])].append((row, position))
+    found = []
+    for (_, of_channel), places in groups.items():
+        row, position = max(places, key=lambda place: value[place])
+        largest, over = float(value[row, position]), float(ratio[row, position])
+        rows, massive = len({row for row, _ in places}), largest > _MASSIVE and over >= _OVER_MEDIAN
+        token = int(tokens[row, position])
+        at = int(layer[row, position])
+        found.append(Activation(largest, over, at, of_channel, token, position, rows, massive))
+    return sorted(found, key=lambda of: -of.value)[:count]
+
+
+def secondary_sinks(
+    extremes: Extremes, tokens: np.ndarray, count: int = 5, threshold: float = SINK
+) -> list[SecondarySink]:
+    """Lists tokens besides the first that draw attention as a sink does, those in most rows first.
+
+    Keys in the last quarter of a row do not count: few queries see them, and the last only itself.
+
+    Args:
+      extremes: Of all layers, [L, B, T].
+      tokens: int [B, T], what the model read.
+      count: How many.
+      threshold: Of the mean weight; equality does not count.
+    """
+    mass, head = np.asarray(extremes.key_mass), np.asarray(extremes.head)
+    seen = mass[:, :, : 3 * mass.shape[2] // 4]
+    groups: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for layer, row, key in np.argwhere(seen > threshold).tolist():
+        if key:
+            groups[int(tokens[row, key])].append((layer, row, key))
+    found = []
+    for token, places in groups.items():
+        layer, row, key = place = max(places, key=lambda of: mass[of])
+        rows, layers = (len({of[axis] for of in places}) for axis in (1, 0))
+        found.append(SecondarySink(float(mass[place]), layer, int(head[place]), token, key, rows, layers))
+    return sorted(found, key=lambda of: (-of.rows, -of.mass))[:count]

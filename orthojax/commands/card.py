@@ -1,0 +1,296 @@
+"""The card of a model: what the papers and their neighbours measure, as one JSON file, made in stages that are kept.
+
+docs/card.schema.json describes it.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orthojax import analysis, quant
+from orthojax.commands.any_model import Measured, knock_out, measure_model
+from orthojax.data.tokenizers import Tokenizer
+from orthojax.errors import UserError
+from orthojax.experiments import figures
+from orthojax.experiments.report import Picture, Table
+from orthojax.files import finite, read_json, write_text
+from orthojax.formatting import number, percent
+from orthojax.model import LoadedModel, Transformer, parameter_count
+from orthojax.model.generation import stream_loss_nats
+from orthojax.ops.cross_entropy import perplexity
+from orthojax.train import Inputs, rounded_perplexities
+from orthojax.train.evaluation import validation_loss_nats
+
+SCHEMA = "orthojax-card-1"
+FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4",
+           "nvfp4")  # fmt: skip
+QUICK = ("int8_coarse", "w4a4")
+_ROTATED = ("int8_coarse", "w4a4", "mxfp4", "nvfp4")
+_PROPAGATED, _PROPAGATED_ROWS = ("int8_coarse", "w4a4"), 2
+_STREAMED_ROWS, _SINKS = 4, 4
+
+
+class Stages:
+    """The finished parts of one measurement, each in a file of its own, so that an interrupted one resumes."""
+
+    def __init__(self, folder: Path, of: Any, say: Callable[[str], object] = lambda what: None):
+        """Keeps parts in a folder that exists; those that are there count if they are of the same JSON value `of`."""
+        self._folder, self._say = folder, say
+        self._of = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+    def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Returns the JSON value that `compute` makes, or made before; of a UserError {"left_out": what it says}."""
+        path = self._folder / f"{name}.json"
+        if path.is_file() and (kept := read_json(path, "stage")).get("of") == self._of:
+            found = kept.get("found")
+        else:
+            try:
+                found = compute()
+            except UserError as error:
+                found = {"left_out": str(error).partition("\n")[0]}
+            write_text(path, json.dumps({"of": self._of, "found": found}) + "\n")
+        self._say(name)
+        return found
+
+
+def identity(place: Path) -> list[Any]:
+    """Returns what changes with a model's files: their names, sizes and times."""
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def stage_names(settings: Sequence[str], *, quick: bool = False, knock_out_rows: int = 0) -> list[str]:
+    """Returns the stages of `measure`, in order."""
+    more = [f"{name}_rotated" for name in _ROTATED if name in settings]
+    more += [f"{name}_error" for name in _PROPAGATED if name in settings]
+    more = [] if quick else [*more, "streaming"]
+    return ["statistics", *settings, *more, *(["knock_out"] if knock_out_rows else [])]
+
+
+def measure(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    settings: Mapping[str, quant.QuantizationSetting],
+    stages: Stages,
+    *,
+    quick: bool = False,
+    quantize_head: bool = False,
+    knock_out_rows: int = 0,
+) -> tuple[Measured, dict[str, Any]]:
+    """Measures a model in the stages of `stage_names`.
+
+    Args:
+      loaded: The model, with length and batch of the evaluation in its config.
+      inputs: Rows of text.
+      settings: Quantisation by name.
+      stages: Keeps the parts.
+      quick: Leave out rotation, propagated errors and streaming.
+      quantize_head: Also round the output head.
+      knock_out_rows: On how many rows every part is removed in turn.
+
+    Returns:
+      The metrics and arrays, and the sections of the card besides them.
+
+    Raises:
+      UserError: As `measure_model`.
+    """
+    found = stages("statistics", lambda: _statistics(loaded, inputs))
+    if "left_out" in found:
+        raise UserError(found["left_out"])
+    metrics, arrays = found["metrics"], found["arrays"]
+    sections: dict[str, Any] = {name: found[name] for name in ("largest_activations", "secondary_sinks")}
+    wanted = stage_names(list(settings), quick=quick, knock_out_rows=knock_out_rows)
+
+    def part(name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return stages(name, compute) if name in wanted else {}
+
+    rounding, errors = [], {}
+    for name, setting in settings.items():
+        rounded = part(name, lambda name=name, setting=setting: rounded_perplexities(
+            loaded, inputs, {name: setting}, quantize_head=quantize_head))  # fmt: skip
+        metrics |= {key: value for key, value in rounded.items() if key != "left_out"}
+        rounding.append({"format": name} | rounded)
+    for of in rounding:
+        name = of["format"]
+        of |= part(f"{name}_rotated", lambda name=name: _rotated(loaded, inputs, name))
+    for of in rounding:
+        name = of["format"]
+        found = part(f"{name}_error", lambda name=name: _propagated(loaded, inputs, name))
+        of |= {key: found[key] for key in ("last_state_error",) if key in found}
+        errors |= {name: found["sqnr_db"]} if "sqnr_db" in found else {}
+    sections |= {"rounding": [_format(of, metrics) for of in rounding], "sqnr_db": errors}
+    sections["streaming"] = part("streaming", lambda: _streamed(loaded, inputs))
+    removed = part("knock_out", lambda: _lists(knock_out(loaded, inputs, knock_out_rows)))
+    arrays |= {name: of for name, of in removed.items() if name != "left_out"}
+    return Measured(loaded.config, metrics, {name: np.array(of) for name, of in arrays.items()}), sections
+
+
+def _lists(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    return {name: array.astype(float).tolist() for name, array in arrays.items()}
+
+
+def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
+    found = measure_model(loaded, inputs, {})
+    metrics, sections = dict(found.metrics), {"largest_activations": [], "secondary_sinks": []}
+    if inputs.task is None:
+        tokens, size = inputs.evaluation[:, :-1], loaded.config.eval.batch_size
+        batches = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        metrics |= finite(analysis.finalize(analysis.measure(loaded, batches, analysis.observe_predictors)))
+        extremes = analysis.measure(loaded, batches, analysis.observe_extremes, join=analysis.concatenate)
+        sections = {
+            name: [of._asdict() | {"text": _text(loaded.tokenizer, of.token)} for of in find(extremes, tokens)]
+            for name, find in (
+                ("largest_activations", analysis.largest_activations),
+                ("secondary_sinks", analysis.secondary_sinks),
+            )
+        }
+    return {"metrics": metrics, "arrays": _lists(found.arrays)} | sections
+
+
+def _text(tokenizer: Tokenizer | None, token: int) -> str:
+    """Returns a token as text, of a special one its name, or its number."""
+    if tokenizer is None:
+        return str(token)
+    named = getattr(tokenizer.backend, "id_to_token", None)
+    return tokenizer.decode([token]) or (named(token) if named else None) or str(token)
+
+
+def _rotated(loaded: LoadedModel, inputs: Inputs, name: str) -> dict[str, float]:
+    params, config, wrap = quant.rotate_after_training(loaded.params, loaded.config.model)
+    model = quant.rounded_model(config, quant.setting_named(name))
+    loss = validation_loss_nats(loaded.config, params, inputs, model=model.clone(linear=wrap(model.linear)))
+    return {"perplexity_rotated": perplexity(loss)}
+
+
+def _propagated(loaded: LoadedModel, inputs: Inputs, name: str) -> dict[str, Any]:
+    tokens = inputs.evaluation[:_PROPAGATED_ROWS, :-1]
+    found = quant.rounding_error(Transformer(loaded.config.model), loaded.params, quant.setting_named(name), tokens)
+    error = found.pop("last_state_error")
+    by_path: dict[str, dict[str, float]] = {}
+    for key, value in finite(found).items():  # infinite where nothing is rounded
+        kind, _, path = key.partition("/")
+        by_path.setdefault(path, {})[kind.removesuffix("sqnr_db").rstrip("_") or "whole"] = value
+    return {"last_state_error": error, "sqnr_db": by_path}
+
+
+def _streamed(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
+    """Measures the second half of rows, read token by token with a quarter of them in view."""
+    rows = inputs.evaluation[:_STREAMED_ROWS]
+    window = (rows.shape[1] - 1) // 4
+    if window <= _SINKS:
+        raise UserError(f"rows of {rows.shape[1] - 1} tokens are too short to stream", allowed=f"{8 * _SINKS} or more")
+    found = {"window": window}
+    for name, size, sinks in (("window", window, 0), ("sinks", window - _SINKS, _SINKS), ("whole", None, 0)):
+        losses = stream_loss_nats(loaded, rows, size, sinks)[:, 2 * window :]
+        found[f"perplexity_{name}"] = math.exp(float(losses.mean()))
+    return found
+
+
+def _format(of: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Returns an entry of `rounding` with what is lost of the perplexity in float."""
+    found = {key: value for key, value in of.items() if not key.startswith("perplexity_") or key.endswith("_rotated")}
+    for key in ("", "_rotated", "_with_head"):
+        value = of.get(f"perplexity_{of['format']}{key}" if key != "_rotated" else "perplexity_rotated")
+        if value is not None:
+            found |= {f"perplexity{key}": value, f"lost{key}": value / metrics["perplexity"] - 1}
+    return found
+
+
+def make_card(
+    name: str, source: str, measured: Measured, sections: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the card of a measured model: JSON values, described by docs/card.schema.json."""
+    config, metrics = measured.config, []
+    model, given = config.model, analysis.conditions(config)
+    for key, value in measured.metrics.items():
+        definition = analysis.define(key)
+        if "/" in key or definition is None or definition.group == "quantisation":
+            continue
+        layers = [measured.metrics.get(f"{key}/layer_{i}") for i in range(model.num_layers)]
+        entry = {"name": key, "value": value, "measured_as": definition.definition, "source": definition.source}
+        entry |= {"by_layer": layers} if any(of is not None for of in layers) else {}
+        chance = analysis.chance(key, given)
+        metrics.append(entry | ({} if chance is None else {"chance": chance}))
+    kinds = {"normalizer": model.normalizer, "norm": model.norm, "position": model.position, "block": model.block}
+    sizes = {"num_layers": model.num_layers, "d_model": model.d_model, "num_heads": model.num_heads,
+             "num_kv_heads": model.kv_heads, "vocab_size": model.vocab_size}  # fmt: skip
+    about = {"name": name, "source": source, "parameters": parameter_count(model)} | sizes | kinds
+    return {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics} | dict(sections)
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Reads a card; a UserError for a file that is none."""
+    card = read_json(path, "card")
+    named = isinstance(card.get("model"), dict) and isinstance(card["model"].get("name"), str)
+    if card.get("schema") != SCHEMA or not named or not isinstance(card.get("metrics"), list):
+        raise UserError(f"{path} is no card", allowed=f"a JSON file of the schema {SCHEMA}, as orthojax analyze writes")
+    return card
+
+
+def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a table of the metrics of several cards, and of what each format costs."""
+    columns: list[dict[str, str]] = []
+    for card in cards:
+        column = {analysis.label(of["name"]): analysis.show(of["name"], of["value"]) for of in card["metrics"]}
+        for of in card.get("rounding", []):
+            column |= {f"lost at {of['format']}": percent(of["lost"])} if "lost" in of else {}
+            column |= {f"lost at {of['format']}, rotated": percent(of["lost_rotated"])} if "lost_rotated" in of else {}
+        columns.append(column)
+    names = dict.fromkeys(name for of in columns for name in of)
+    rows = [[name, *(of.get(name, "-") for of in columns)] for name in names]
+    return Table("Cards beside each other", ["", *(card["model"]["name"] for card in cards)], rows)
+
+
+def tables_and_pictures(name: str, sections: Mapping[str, Any]) -> tuple[list[Table], list[Picture]]:
+    """Returns the sections of a card as the report shows them."""
+    tables, pictures = [], []
+    shown = ["format", "perplexity", "lost", "rotated", "lost", "error of the last state"]
+    rows = [[of["format"], *(_cell(of, key) for key in ("perplexity", "lost", "perplexity_rotated", "lost_rotated")),
+             _cell(of, "last_state_error")] for of in sections["rounding"]]  # fmt: skip
+    tables += [Table(f"{name}, perplexity at each format", shown, rows)] if rows else []
+    place = ["layer", "channel", "position", "rows"]
+    rows = [[f"{of['text']!r}", number(of["value"]), number(of["over_median"]), *(str(of[key]) for key in place),
+             "massive" if of["massive"] else ""] for of in sections["largest_activations"]]  # fmt: skip
+    columns = ["token", "largest |x|", "over the median", *place, ""]
+    tables += [Table(f"{name}, largest activations", columns, rows)] if rows else []
+    place = ["layer", "head", "position", "rows", "layers"]
+    rows = [[f"{of['text']!r}", number(of["mass"]), *(str(of[key]) for key in place)]
+            for of in sections["secondary_sinks"]]  # fmt: skip
+    tables += [Table(f"{name}, sinks besides the first token", ["token", "weight", *place], rows)] if rows else []
+    streaming = sections["streaming"]
+    if "window" in streaming:
+        caption = f"{name}, read with the latest {streaming['window']} tokens in view, second half of rows"
+        kinds = {"perplexity_whole": "all tokens", "perplexity_sinks": f"the first {_SINKS} as well",
+                 "perplexity_window": "the latest alone"}  # fmt: skip
+        rows = [[words, number(streaming[key])] for key, words in kinds.items()]
+        tables.append(Table(caption, ["in view", "perplexity"], rows))
+    if sections["sqnr_db"]:
+        pictures.append(_sqnr_picture(name, sections["sqnr_db"]))
+    return tables, pictures
+
+
+def _cell(of: Mapping[str, Any], key: str) -> str:
+    if key not in of:
+        return "-"
+    return percent(of[key]) if key.startswith("lost") else number(of[key])
+
+
+def _sqnr_picture(name: str, errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Picture:
+    panels: dict[str, dict[str, figures.Curve]] = {}
+    for setting, by_path in errors.items():
+        for kind in ("whole", "inherited", "added"):
+            by_layer: dict[int, list[float]] = {}
+            for path, of in by_path.items():
+                layer = path.partition("/")[0].removeprefix("layers_")
+                if layer.isdecimal() and kind in of:
+                    by_layer.setdefault(int(layer), []).append(of[kind])
+            means = {layer: float(np.mean(of)) for layer, of in sorted(by_layer.items())}
+            panels.setdefault(setting, {})[kind] = (list(means), np.array([list(means.values())]))
+    figure = figures.lines(panels, x_label="layer", y_label="signal to noise (dB)")
+    caption = f"{name}: signal to quantisation noise of linear outputs, mean by layer; inherited, and added there."
+    return Picture(f"{name}_sqnr", caption, figure)

@@ -1,0 +1,137 @@
+"""Extremes in closed form, and the card of a model: its stages, its schema, its tables."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_analyze import LARGE, T, models, opened  # noqa: F401
+
+from orthojax import analysis, quant
+from orthojax.commands import card
+from orthojax.errors import UserError
+
+SCHEMA = json.loads((Path(__file__).parents[1] / "docs/card.schema.json").read_text())
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": int | float, "boolean": bool}
+
+
+def check(value, schema, path="card"):
+    """Checks the parts of JSON Schema that ours has; names that it does not know are errors."""
+    if "const" in schema:
+        assert value == schema["const"], path
+    kinds = schema.get("type", [])
+    if isinstance(kinds, str):
+        assert isinstance(value, TYPES[kinds]), f"{path} is {value!r}"
+    for name in schema.get("required", []):
+        assert name in value, f"{path}.{name}"
+    if "properties" in schema:
+        for name, part in value.items():
+            check(part, schema["properties"][name], f"{path}.{name}")
+    for i, part in enumerate(value if kinds == "array" else []):
+        check(part, schema["items"], f"{path}[{i}]")
+
+
+def extremes(tokens):
+    """Extremes of 2 layers, drawn: small activations and flat attention."""
+    draws = np.random.default_rng(0)
+    L, (B, S) = 2, tokens.shape
+    return analysis.Extremes(
+        magnitude=draws.uniform(1, 2, (L, B, S)), channel=np.full((L, B, S), 3), median=np.full((L, B), 0.5),
+        key_mass=draws.uniform(0, 0.2, (L, B, S)), head=np.zeros((L, B, S), int),
+    )  # fmt: skip
+
+
+def test_largest_activations_are_listed_by_channel_with_their_place():
+    tokens = np.arange(24).reshape(2, 12)
+    of = extremes(tokens)
+    of.magnitude[1, :, 0], of.channel[1, :, 0] = [700.0, 900.0], 7  # the first token, in both rows
+    of.magnitude[0, 1, 5], of.channel[0, 1, 5] = 200.0, 8  # not 1,000 times the median
+    first, other, rest = analysis.largest_activations(of, tokens)
+    assert first == (900.0, 1800.0, 1, 7, 12, 0, 2, True)
+    assert other == (200.0, 400.0, 0, 8, 17, 5, 1, False)
+    assert (rest.channel, rest.massive, rest.rows) == (3, False, 2)
+    assert rest.value < 2
+
+
+def test_secondary_sinks_are_named_by_token():
+    tokens = np.array([[1, 5, 9, 9, 9, 9, 9, 9], [1, 9, 5, 9, 9, 9, 9, 9]])
+    of = extremes(tokens)
+    of.key_mass[:, :, 0] = of.key_mass[:, :, 6:] = 0.9  # the first key, and those that few queries see
+    of.key_mass[:, 0, 1], of.key_mass[1, 1, 2], of.head[1, 1, 2] = 0.4, 0.6, 3  # token 5, in both rows
+    of.key_mass[0, 1, 4] = 0.3  # not above it
+    assert analysis.secondary_sinks(of, tokens) == [(0.6, 1, 3, 5, 2, 2, 2)]
+
+
+def test_extremes_are_those_of_the_taps():
+    draws = np.random.default_rng(1)
+    weights = np.tril(draws.uniform(size=(2, 3, 6, 6)))
+    hidden = draws.normal(size=(2, 6, 8))
+    names = {name: None for name in analysis.Taps._fields}
+    taps = analysis.Taps(**{**names, "residual": jnp.asarray(hidden), "attention_weights": jnp.asarray(weights)})
+    found = analysis.observe_extremes(taps)
+    np.testing.assert_allclose(found.magnitude, np.abs(hidden).max(-1), rtol=1e-6)
+    np.testing.assert_array_equal(found.channel, np.abs(hidden).argmax(-1))
+    np.testing.assert_allclose(found.median, [np.median(np.abs(row)) for row in hidden], rtol=1e-6)
+    alpha = [[[weights[b, h, k:, k].mean() for k in range(6)] for h in range(3)] for b in range(2)]
+    np.testing.assert_allclose(found.key_mass, np.max(alpha, 1), rtol=1e-6)
+    np.testing.assert_array_equal(found.head, np.argmax(alpha, 1))
+
+
+def test_stages_are_computed_once(tmp_path):
+    said, calls = [], []
+
+    def compute():
+        calls.append(1)
+        return {"a": 1.5}
+
+    for of, count in (("x", 1), ("x", 1), ("y", 2)):  # of another thing, again
+        assert card.Stages(tmp_path, of, said.append)("part", compute) == {"a": 1.5}
+        assert len(calls) == count
+
+    def refuse():
+        raise UserError("norm='layernorm'", allowed="another")
+
+    assert card.Stages(tmp_path, "x", said.append)("refused", refuse) == {"left_out": "norm='layernorm'"}
+    assert said == ["part", "part", "part", "refused"]
+
+
+def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path):  # noqa: F811
+    loaded, tokens = opened(models, "planted")
+    settings = {name: quant.setting_named(name) for name in ("int8_coarse", "w4a4")}
+    measured, sections = card.measure(loaded, tokens, settings, card.Stages(tmp_path, "x"))
+    made = card.make_card("planted", "here", measured, sections, {"date": "2026-01-01", "text": tokens.provenance})
+    check(json.loads(json.dumps(made)), SCHEMA)
+    first = made["largest_activations"][0]
+    assert (first["value"], first["channel"], first["position"], first["rows"]) == (40.0, LARGE, 0, 8)
+    assert made["secondary_sinks"] == []
+    metrics = {of["name"]: of for of in made["metrics"]}
+    assert metrics["gu_sink_rate"]["value"] == 1.0  # H_8 / 8 is 0.34
+    assert metrics["kurtosis_first"]["source"].startswith("From Attention to Activation")
+    assert [of["format"] for of in made["rounding"]] == list(settings)
+    of = made["rounding"][0]
+    assert of["lost"] == pytest.approx(of["perplexity"] / measured.metrics["perplexity"] - 1)
+    assert of["lost_rotated"] == pytest.approx(of["perplexity_rotated"] / measured.metrics["perplexity"] - 1)
+    assert "too short" in made["streaming"]["left_out"]
+    tables, pictures = card.tables_and_pictures("planted", sections)
+    assert "at each format" in tables[0].caption
+    assert [picture.name for picture in pictures] == ["planted_sqnr"]
+    again, _ = card.measure(loaded, tokens, settings, card.Stages(tmp_path, "x"))  # from the stages
+    assert again.metrics == measured.metrics
+
+
+def test_cards_are_compared_and_others_are_refused(tmp_path):
+    cards = []
+    for name, value in (("a", 0.25), ("b", 0.5)):
+        metrics = [{"name": "gu_sink_rate", "value": value, "measured_as": "as there"}]
+        cards.append({"schema": card.SCHEMA, "model": {"name": name, "source": "a paper"}, "measured": {},
+                      "metrics": metrics})  # fmt: skip
+        check(cards[-1], SCHEMA)
+    cards[1]["rounding"] = [{"format": "w4a4", "lost": 0.125}]
+    (tmp_path / "b.json").write_text(json.dumps(cards[1]))
+    table = card.comparison([cards[0], card.read_card(tmp_path / "b.json")])
+    assert table.columns == ["", "a", "b"]
+    assert table.rows == [["sinks at the first token", "25%", "50%"], ["lost at w4a4", "-", "+12.5%"]]
+    (tmp_path / "c.json").write_text(json.dumps({"schema": "another"}))
+    with pytest.raises(UserError, match=r"c\.json is no card"):
+        card.read_card(tmp_path / "c.json")
