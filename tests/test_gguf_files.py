@@ -135,6 +135,21 @@ def test_other_architectures_are_read_bit_for_bit(architecture, tmp_path):
 TOKENS = ["<|endoftext|>", *"abcdefghi", "ab"]  # as many as the model has
 
 
+def test_a_split_file_is_read_by_its_first_part(tmp_path):
+    params = random_params(GGUF_LLAMA)
+    names = list(tensors := gguf_tensors(GGUF_LLAMA, params))
+    first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
+    for i, (path, part) in enumerate(((first, names[:3]), (second, names[3:]))):
+        split = {"split__count": 2, "split__no": i}
+        write_gguf(path, GGUF_LLAMA, {name: tensors[name] for name in part}, quantized={}, **split)
+        if path == first:
+            with pytest.raises(UserError, match=second.name):
+                read_gguf(first)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(read_gguf(first)[1]), params)
+    with pytest.raises(UserError, match="the first of them"):
+        read_gguf(second)
+
+
 def test_a_changed_file_is_read_anew(tmp_path):
     path = tmp_path / "model.gguf"
     words = {"model": "gpt2", "tokens": TOKENS, "merges": ["a b"], "token_type": [3] + 10 * [1]}

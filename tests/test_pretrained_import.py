@@ -308,9 +308,16 @@ def test_models_are_found_in_the_hugging_face_cache(tmp_path, monkeypatch):
         locate("someone/tiny")  # no branch points to it
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("abc123\n")
-    assert locate("someone/tiny") == snapshot
+    assert locate("someone/tiny") == locate("someone/tiny@main") == locate("someone/tiny@abc123") == snapshot
+    with pytest.raises(UserError, match="hf download someone/tiny --revision v2"):
+        locate("someone/tiny@v2")
+    (cached / "refs/v2").write_text("abc123")
+    assert locate("someone/tiny@v2") == snapshot
     loaded = orthojax.load("someone/tiny")
     assert (computed_as(loaded.config.model), loaded.source) == (computed_as(LLAMA), snapshot)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", str(tmp_path / "hub"))
+    assert locate("someone/tiny") == snapshot
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     for name, has_hint in (("someone/tiny", True), ("gpt2", True), ("a/b/c", False), ("model.gguf", False)):
         with pytest.raises(UserError, match=name) as refused:

@@ -19,7 +19,7 @@ class Gguf(NamedTuple):
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Reads the metadata and finds the tensors of a GGUF file.
+    """Reads the metadata and finds the tensors of a GGUF file, of one that was split by its first part.
 
     Those of the two files read last are kept, since parsing takes seconds: mostly the words of the tokenizer. A file
     that was replaced or written again is parsed again.
@@ -31,6 +31,13 @@ def open_gguf(path: Path) -> Gguf:
 
 @functools.lru_cache(maxsize=2)
 def _parsed(path: Path, _: tuple[int, ...]) -> Gguf:
+    metadata, tensors = _read_part(path)
+    for other in _other_parts(path, metadata):
+        tensors |= _read_part(other)[1]
+    return Gguf(MappingProxyType(metadata), MappingProxyType(tensors))
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     with needing(str(path), "pretrained"):
         from gguf import GGUFReader
     try:
@@ -39,7 +46,23 @@ def _parsed(path: Path, _: tuple[int, ...]) -> Gguf:
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise UserError(f"{path} is damaged, or no GGUF file: {error}") from None
     # Not the reader itself: it has several arrays for each word of the tokenizer.
-    return Gguf(MappingProxyType(metadata), MappingProxyType({tensor.name: tensor for tensor in reader.tensors}))
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
+    """Lists the parts of a split file besides the first, by the names that llama.cpp gives them."""
+    count = metadata.get("split.count", 1)
+    if count <= 1:
+        return []
+    first = f"-00001-of-{count:05d}.gguf"
+    if not path.name.endswith(first):
+        raise UserError(f"{path} is one of {count} parts", allowed=f"the first of them, NAME{first}, beside the others")
+    others = [
+        path.with_name(f"{path.name.removesuffix(first)}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)
+    ]
+    for other in others:
+        require_file(other, f"part of {path.name}")
+    return others
 
 
 # The expressions by which text is cut into words before BPE; Llama 3's is that of llama3/llama/tokenizer.py, and
