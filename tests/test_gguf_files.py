@@ -1,5 +1,6 @@
 """GGUF files: read exactly, and refused by name if damaged or not understood."""
 
+import io
 import re
 import struct
 
@@ -285,3 +286,30 @@ def test_texts_begin_with_bos_as_in_llama_cpp(metadata, begins, tmp_path):
 def test_an_unknown_split_is_named(tmp_path):
     with pytest.raises(UserError, match="'tekken'"):
         load_tokenizer(tokenizer_file(tmp_path / "model.gguf", pre="tekken"))
+
+
+def test_a_sentencepiece_model_in_a_file_is_that_model(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    from sentencepiece import sentencepiece_model_pb2
+
+    content = io.BytesIO()
+    text = ["some words, some more words and others", "10 + 32 is 42", "a b ab  abc"] * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_writer=content, vocab_size=300, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        user_defined_symbols=["<think>"], minloglevel=2,
+    )  # fmt: skip
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=content.getvalue())
+    pieces = sentencepiece_model_pb2.ModelProto.FromString(content.getvalue()).pieces
+    words = {"tokens": [of.piece for of in pieces], "scores": [of.score for of in pieces],
+             "token_type": [of.type for of in pieces]}  # fmt: skip
+    tokenizer = load_tokenizer(tokenizer_file(tmp_path / "model.gguf", model="llama", merges=None, **words))
+    for given in ("some words", "  two  spaces ", "na\u00efve \u5317", "<s> is text", "", "a<think>b"):
+        ids = tokenizer.encode_batch([given])[0].tolist()
+        assert ids == theirs.encode(given)
+        assert tokenizer.decode(ids) == given
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, len(pieces))
+    assert tokenizer.special_ids == (1, 2)
+    wrong = tokenizer_file(tmp_path / "wrong.gguf", model="llama", merges=None, **words | {"scores": [0.5]})
+    with pytest.raises(UserError, match="no whole tokenizer"):
+        load_tokenizer(wrong)

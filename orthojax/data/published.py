@@ -93,8 +93,8 @@ _WORDS = {
     "smollm": _cut(r"\p{N}", _GPT2_WORDS),
 }
 # Values of `tokenizer.ggml.token_type`: control tokens, which text does not contain, and words that are one token
-# wherever they stand, such as <think> or runs of spaces.
-_CONTROL, _USER_DEFINED = 3, 4
+# wherever they stand, such as <think> or runs of spaces; and bytes of what has no token, in sentencepiece models.
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 
 def gguf_begins_with_bos(path: Path) -> bool:
@@ -104,9 +104,34 @@ def gguf_begins_with_bos(path: Path) -> bool:
     return bool(metadata.get("tokenizer.ggml.add_bos_token", by_kind))
 
 
+def gguf_sentencepiece(path: Path) -> bytes | None:
+    """Returns the sentencepiece model in the metadata of a GGUF file, as of Llama 2; None if it has another kind."""
+    metadata = open_gguf(path).metadata
+    if metadata.get("tokenizer.ggml.model") != "llama":
+        return None
+    parts: list[Any] = [metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
+    if not all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts):
+        allowed = "tokens, scores and types, as many of each"
+        raise UserError(f"{path} has no whole tokenizer of kind 'llama'", allowed=allowed)
+    with needing(f"the sentencepiece model of {path}", "sentencepiece"):
+        from sentencepiece import sentencepiece_model_pb2
+    model: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    for token, score, kind in zip(*parts, strict=True):  # the kinds have the same numbers
+        model.pieces.add(piece=token, score=score, type=kind)
+    spec, ids = model.trainer_spec, {"unk": 0, "bos": 1, "eos": 2}
+    spec.model_type, spec.byte_fallback = spec.BPE, _BYTE in parts[2]
+    for name, usual in ids.items():
+        there = "unknown" if name == "unk" else name
+        setattr(spec, f"{name}_id", int(metadata.get(f"tokenizer.ggml.{there}_token_id", usual)))
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    model.normalizer_spec.remove_extra_whitespaces = False
+    return model.SerializeToString()
+
+
 def gguf_tokenizer(path: Path) -> str:
     """Returns the tokenizer.json of the byte-level BPE in the metadata of a GGUF file."""
-    metadata, allowed = open_gguf(path).metadata, "byte-level BPE of " + ", ".join(sorted(_WORDS))
+    metadata, allowed = open_gguf(path).metadata, "sentencepiece, or byte-level BPE of " + ", ".join(sorted(_WORDS))
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     tokens, merges = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
     if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from orthojax.data.published import gguf_begins_with_bos, gguf_tokenizer, open_gguf
+from orthojax.data.published import gguf_begins_with_bos, gguf_sentencepiece, gguf_tokenizer, open_gguf
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import parse_json, read_json, require_file
 from orthojax.places import locate
@@ -212,6 +212,8 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
     file, *merges = _files(str(path))
     spec = Path(path).name if spec is None else spec
     if file.suffix == ".gguf":
+        if (model := gguf_sentencepiece(file)) is not None:
+            return _from_sentencepiece(model, spec, str(file))
         return from_json(gguf_tokenizer(file), spec, str(file))
     if merges:
         return from_json(_gpt2_json(file, merges[0]), spec, str(file))
