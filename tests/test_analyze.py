@@ -146,7 +146,7 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     np.testing.assert_array_equal(text.evaluation, stream.reshape(3, 5))
     assert text.bits_per_nat_of_loss == pytest.approx(15 / 13 / math.log(2))
     text = read_rows(files, tokenizer, rows=0, length=2)  # one document to a row, and no separator
-    np.testing.assert_array_equal(text.evaluation, [[*b"abc"], [*b"def"], [*b"ghi"], [*b"klm"]])
+    np.testing.assert_array_equal(text.evaluation, [[*b"abc"], [*b"klm"], [*b"def"], [*b"ghi"]])
     assert text.special_ids == (256, 257)
     text = read_rows(files, tokenizer, rows=2, length=4, bos=True)
     np.testing.assert_array_equal(text.evaluation, [[256, *b"abcd"], [256, *b"efgh"]])

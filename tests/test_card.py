@@ -12,7 +12,8 @@ from orthojax import analysis, quant
 from orthojax.commands import card
 from orthojax.errors import UserError
 
-SCHEMA = json.loads((Path(__file__).parents[1] / "docs/card.schema.json").read_text())
+ROOT = Path(__file__).parents[1]
+SCHEMA = json.loads((ROOT / "docs/card.schema.json").read_text())
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": int | float, "boolean": bool}
 
 
@@ -129,9 +130,19 @@ def test_cards_are_compared_and_others_are_refused(tmp_path):
         check(cards[-1], SCHEMA)
     cards[1]["rounding"] = [{"format": "w4a4", "lost": 0.125}]
     (tmp_path / "b.json").write_text(json.dumps(cards[1]))
-    table = card.comparison([cards[0], card.read_card(tmp_path / "b.json")])
+    (tmp_path / "both.json").write_text(json.dumps(cards))
+    assert card.read_cards(tmp_path / "both.json") == [cards[0], *card.read_cards(tmp_path / "b.json")]
+    table = card.comparison(cards)
     assert table.columns == ["", "a", "b"]
     assert table.rows == [["sinks at the first token", "25%", "50%"], ["lost at w4a4", "-", "+12.5%"]]
-    (tmp_path / "c.json").write_text(json.dumps({"schema": "another"}))
-    with pytest.raises(UserError, match=r"c\.json is no card"):
-        card.read_card(tmp_path / "c.json")
+    for wrong in ({"schema": "another"}, [5], cards[0] | {"metrics": [{"name": "x"}]}, cards[0] | {"rounding": [{}]}):
+        (tmp_path / "c.json").write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=r"c\.json is no card"):
+            card.read_cards(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results/atlas").glob("*.json")), ids=lambda path: path.stem)
+def test_the_atlas_has_the_schema(path):
+    for of in card.read_cards(path):
+        check(of, SCHEMA)
+        assert {entry["name"] for entry in of["metrics"]} <= analysis.CATALOGUE.keys()

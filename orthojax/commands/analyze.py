@@ -52,7 +52,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
     define_settings("those of a card")
     flags.DEFINE_bool("quick", False, "Few rows, int8_coarse and w4a4 only, no rotation, no streaming.")
-    flags.DEFINE_list("card", [], "Cards of other models, to compare with.")
+    flags.DEFINE_list("card", [], "Files of cards of other models, to compare with.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
 
@@ -161,7 +161,7 @@ def main(_: list[str]) -> None:
     from orthojax.train import keep_compiled_programs
 
     started, settings = time.monotonic(), _settings()
-    others = [card.read_card(Path(path)) for path in FLAGS.card]
+    others = [of for path in FLAGS.card for of in card.read_cards(Path(path))]
     places = {name: _require_length(path) for name, path in models.items()}
     workdir = Path(FLAGS.workdir)
     make_folder(workdir / "arrays", "workdir")

@@ -32,9 +32,10 @@ _QUANTISED = "perplexity_"  # so begin the names of the metrics of quantised mod
 def read_rows(
     files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False, packed: bool = False
 ) -> Inputs:
-    """Reads the first rows of a text as tokens of a model, each of one document: what is left of it is not read.
+    """Reads rows of a text as tokens of a model, each of one document: the first of every document, then the second.
 
-    So no row has a separator, which is often a second sink.
+    So no row has a separator, which is often a second sink. What is left of a document after its last whole row is not
+    read.
 
     Args:
       files: Of `orthojax.data.text_corpus`; or one of "topics", Python's documentation, and "stdlib", its sources.
@@ -56,22 +57,24 @@ def read_rows(
         corpus = embedded_corpus() if list(files) == ["stdlib"] else text_corpus(files)
         documents, source = (document.text for document in corpus.documents()), corpus.description
     width = length + (not bos)
-    parts, kept, tokens, size = [], 0, 0, 0
+    parts, found, tokens, size = [], 0, 0, 0
     for text in documents:
-        ids = tokenizer.encode_batch([text])[0]
-        ids = np.append(ids, tokenizer.eos_id) if packed else ids
-        tokens, size = tokens + len(ids), size + len(text.encode())
-        parts.append(ids if packed else ids[: len(ids) // width * width])
-        kept += len(parts[-1])
-        if rows and kept >= rows * width:
+        parts.append(tokenizer.encode_batch([text])[0])
+        tokens, size = tokens + len(parts[-1]) + packed, size + len(text.encode())
+        found = tokens // width if packed else found + (len(parts[-1]) >= width)
+        if rows and found >= rows:
             break
-    count = min(kept // width, rows or kept)
-    if not count:
+    if packed:
+        parts = [np.concatenate([np.append(part, tokenizer.eos_id) for part in parts])] if parts else []
+    whole = [part[: len(part) // width * width].reshape(-1, width) for part in parts]
+    turns = range(max(map(len, whole), default=0))
+    ids = [part[i] for i in turns for part in whole if i < len(part)][: rows or None]
+    if not ids:
         what = "tokens" if packed else "tokens in each document"
         raise UserError(f"{source}: fewer than {width} {what}, one row", allowed="more text, or a smaller --length")
-    ids = np.concatenate(parts)[: count * width].reshape(count, width).astype(np.int32)
+    ids = np.array(ids, np.int32)
     if bos:
-        ids = np.concatenate([np.full((count, 1), tokenizer.bos_id, np.int32), ids], axis=1)
+        ids = np.concatenate([np.full((len(ids), 1), tokenizer.bos_id, np.int32), ids], axis=1)
     inputs = _inputs(ids, source, tokens / size / math.log(2))
     inputs.provenance["rows_of"] = "packed documents" if packed else "one document"
     return inputs._replace(special_ids=tokenizer.special_ids)

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.experiments import figures
 from orthojax.experiments.report import Picture, Table
-from orthojax.files import finite, read_json, write_text
+from orthojax.files import finite, parse_json, read_json, require_file, write_text
 from orthojax.formatting import number, percent
 from orthojax.model import LoadedModel, Transformer, parameter_count
 from orthojax.model.generation import stream_loss_nats
@@ -223,13 +224,32 @@ def make_card(
     return {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics} | dict(sections)
 
 
-def read_card(path: Path) -> dict[str, Any]:
-    """Reads a card; a UserError for a file that is none."""
-    card = read_json(path, "card")
-    named = isinstance(card.get("model"), dict) and isinstance(card["model"].get("name"), str)
-    if card.get("schema") != SCHEMA or not named or not isinstance(card.get("metrics"), list):
+def read_cards(path: Path) -> list[dict[str, Any]]:
+    """Reads a card, or a list of them; a UserError for a file that is none."""
+    require_file(path, "card")
+    values = parse_json(path.read_bytes(), f"card {path}")
+    cards = values if isinstance(values, list) else [values]
+    if not all(map(_is_card, cards)):
         raise UserError(f"{path} is no card", allowed=f"a JSON file of the schema {SCHEMA}, as orthojax analyze writes")
-    return card
+    return cards
+
+
+def _is_card(value: Any) -> bool:
+    """Tells whether a JSON value has of the schema what `comparison` reads."""
+
+    def are(entries: Any, **kinds: type | UnionType) -> bool:
+        return isinstance(entries, list) and all(
+            isinstance(of, dict) and all(isinstance(of.get(name), kind) for name, kind in kinds.items())
+            for of in entries
+        )
+
+    return (
+        isinstance(value, dict)
+        and value.get("schema") == SCHEMA
+        and are([value.get("model")], name=str)
+        and are(value.get("metrics"), name=str, value=int | float)
+        and are(value.get("rounding", []), format=str)
+    )
 
 
 def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
@@ -238,6 +258,7 @@ def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
     for card in cards:
         column = {analysis.label(of["name"]): analysis.show(of["name"], of["value"]) for of in card["metrics"]}
         for of in card.get("rounding", []):
+            column |= {f"perplexity, {of['format']}": number(of["perplexity"])} if "perplexity" in of else {}
             column |= {f"lost at {of['format']}": percent(of["lost"])} if "lost" in of else {}
             column |= {f"lost at {of['format']}, rotated": percent(of["lost_rotated"])} if "lost_rotated" in of else {}
         columns.append(column)
