@@ -7,20 +7,28 @@ Needs the extra `parity` and is left out of the README's test command:
 
 import json
 import os
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_gguf_files import IDS, tokenizer_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from orthojax.config import ModelConfig
+from orthojax.data.tokenizers import load_tokenizer
 from orthojax.model import Transformer
-from orthojax.pretrained import FAMILIES, computed_as, read_folder, write_folder
+from orthojax.pretrained import FAMILIES, begins_with_bos, computed_as, read_folder, write_folder
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 V, T = 50, 24
+BOS = IDS["<|endoftext|>"]
 SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
          "max_position_embeddings": 64}  # fmt: skip
 GROUPED = SMALL | {"num_key_value_heads": 2}
@@ -159,3 +167,36 @@ def test_transformers_does_not_load_softmax1_models(tokens, tmp_path):
     assert write_folder(tmp_path / "out", config, params) == "orthojax"
     with pytest.raises(ValueError, match="orthojax"):
         transformers.AutoConfig.from_pretrained(tmp_path / "out")
+
+
+# Text of .gguf files; llama.cpp's own tokenizer is in the package llama-cpp-python, which the extra does not have.
+
+TEXTS = [" !", "1234", "12 34 567", "ab<think>!", "!     !", "<|endoftext|>", "don't DON'T we'll", "a\n\n b", "\t x",
+         "x=1+2<=3|4~^$", "na\u00efve caf\u00e9 \u5317\u4eac 123456", "  a   b  ", "a\r\nb", "...!!!",
+         "\u2460\u2461\u00bd", "e.g. (a)", "12.5%", "`code`"]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["default", "gpt-2", "llama-bpe", "llama-v3", "olmo", "qwen2", "smollm", None])
+def test_text_is_cut_as_llama_cpp_cuts_it(split, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = tokenizer_file(tmp_path / "model.gguf", pre=split, bos_token_id=BOS, eos_token_id=BOS)
+    theirs, ours = llama_cpp.Llama(str(path), vocab_only=True, verbose=False), load_tokenizer(path)
+    for text in TEXTS:
+        expected = theirs.tokenize(text.encode(), add_bos=False, special=False)
+        assert ours.encode_batch([text])[0].tolist() == expected, text
+    assert begins_with_bos(path) == (theirs.tokenize(b"a")[0] == BOS)
+
+
+def test_the_lines_of_the_guide_measure_a_model_of_transformers(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    backend = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    backend.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "gpt2")
+    foreign_model("gpt2", GPT2_SIZES).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "text.txt").write_text("a b " * 20)
+    monkeypatch.chdir(tmp_path)
+    guide = (Path(__file__).parents[1] / "docs/measure.md").read_text()
+    (lines,) = re.findall(r"```python\n(import orthojax, torch\n.*?)```", guide, re.DOTALL)
+    exec(lines.replace("openai-community/gpt2", "gpt2"), scope := {})
+    assert len(scope["hidden"]) == len(scope["weights"]) == 2  # of three layers, the last with its final norm
+    assert "kurtosis_first" in capsys.readouterr().out
