@@ -8,6 +8,7 @@ the report of a results.json again, as of the experiment that it names unless --
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from absl import flags
@@ -86,13 +87,14 @@ def _command(name: str, workdir: Path, scale: str) -> list[str]:
 
 
 def main(_: list[str]) -> None:
+    started = time.monotonic()
     if FLAGS.scale is not None and FLAGS.scale not in SCALES:
         raise UserError(f"unknown scale {FLAGS.scale!r}", allowed=" | ".join(SCALES), hint=nearest(FLAGS.scale, SCALES))
     given, folders = _seeds(), _report_folders()
     models = {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
 
     from orthojax.experiments.catalog import ALL, find
-    from orthojax.experiments.report import print_report, write_report
+    from orthojax.experiments.report import print_summary, write_report
     from orthojax.experiments.running import run_study
     from orthojax.experiments.stored import read_results_file
     from orthojax.experiments.study import Given, make_report, read_results
@@ -138,5 +140,6 @@ def main(_: list[str]) -> None:
             return
     report = make_report(results)
     write_report(report, workdir)
-    print_report(report)
-    print(printable(f"\nwritten: {workdir}/report.html, report.md, figures/"))
+    several = study.runs and len(results.seeds) == 1 and not folders
+    more = f"orthojax reproduce --experiment={study.name} --scale={scale} --seeds=0,1,2" if several else ""
+    print_summary(report, f"{workdir}/report.html", seconds=time.monotonic() - started, next_command=more)

@@ -295,7 +295,7 @@ def not_measured(says: str, because: str) -> Claim:
 class Case(NamedTuple):
     """A case of a claim: what `*` stands for, whether it holds, its numbers, and what it lacks unless it is testable.
 
-    `reads` are the (label, variant) of these numbers.
+    `reads` are the (label, variant) of these numbers, and `brief` is the mean of the first metric of each variant.
     """
 
     name: str
@@ -305,6 +305,7 @@ class Case(NamedTuple):
     numbers: Sequence[str]
     lacks: str
     reads: frozenset[tuple[str, str]]
+    brief: str = ""
 
 
 class Judged(NamedTuple):
@@ -357,16 +358,22 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
     size = claim.largest.value(scope) if claim.largest is not None else 0.0
     holds = bool(claim.holds.value(scope))
     parts: dict[Quantity, list[str]] = {}
+    brief = ""
     order = {result.name: i for i, result in enumerate(scope.study)}
     terms = [(metric, scope.results[name]) for metric, name in claim.holds.terms]
     for metric, of in sorted(terms, key=lambda term: order[term[1].name]):
         paper = f" ({paper})" if (paper := of.printed(metric)) else ""
         parts.setdefault(metric, []).append(f"{of.name} {mean_and_range(of.values(metric), metric.text)}{paper}")
     texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
+    for metric in list(parts)[:1]:
+        read = {name for of in (claim.holds, claim.given) if of is not None for m, name in of.terms if m == metric}
+        briefly = sorted((scope.results[name] for name in read), key=lambda of: order[of.name])
+        brief = ", ".join(f"{of.name} {metric.text(of[metric])}" for of in briefly)
     if claim.note:
         texts.append(claim.note(scope))
     lacks = "" if testable or claim.given is None else claim.given.shortfall(scope).replace("*", case)
-    return Case(case, testable, holds, size, texts, lacks, frozenset((of.label, result.name) for of, result in terms))
+    reads = frozenset((of.label, result.name) for of, result in terms)
+    return Case(case, testable, holds, size, texts, lacks, reads, brief)
 
 
 # The metrics and criteria that many claims share.

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import re
+import textwrap
 import urllib.parse
 from collections import Counter
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ class Picture(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A claim as the report shows it, with a line of numbers for each case.
+    """A claim as the report shows it, with a line of numbers for each case, and the shortest of them in `brief`.
 
     `remarks` say what is missing, and when the criterion was set or revised after the data.
     """
@@ -58,6 +59,7 @@ class Verdict(NamedTuple):
     numbers: Sequence[str] = ()
     criterion: str = ""
     remarks: Sequence[str] = ()
+    brief: str = ""
 
 
 class Report(NamedTuple):
@@ -66,7 +68,7 @@ class Report(NamedTuple):
     Attributes:
       setting: Scale, seeds, date and device, in one line.
       sentences: Paragraphs that say what was run.
-      headlines: (metric, "31 → 2.6", what is compared) of the numbers on top.
+      headlines: (metric, "31 → 2.6", its level of chance) of the numbers on top.
       pictures: The first is on top of the page.
       notes: The command, and how the report was made.
       failures: A line for each run that did not finish.
@@ -81,6 +83,12 @@ class Report(NamedTuple):
     pictures: Sequence[Picture] = ()
     notes: Sequence[str] = ()
     failures: Sequence[str] = ()
+
+    @property
+    def headline(self) -> str:
+        """The numbers on top as a sentence: 'Kurtosis, first token: 31 → 2.6 (3 for a Gaussian).'."""
+        parts = [f"{of}: {numbers}" + (f" ({beside})" if beside else "") for of, numbers, beside in self.headlines]
+        return f"{'; '.join(parts)[:1].upper()}{'; '.join(parts)[1:]}." if parts else ""
 
     @property
     def tally(self) -> str:
@@ -137,10 +145,34 @@ def print_report(report: Report) -> None:
         for of in report.verdicts:
             print(f"{of.verdict.upper():13}  {of.says}")
         print(f"\n{report.tally}.")
-    for metric, numbers, what in report.headlines:
-        print(f"{metric}: {numbers} ({what})")
     for failure in report.failures:
         print(printable(f"failed: {failure}"))
+
+
+_SHOWN_VERDICTS, _CONSOLE = 9, 118
+
+
+def print_summary(report: Report, page: str, *, seconds: float, next_command: str = "") -> None:
+    """Prints the end of a study in 15 lines: the verdicts with their numbers, the page, and what to run next.
+
+    `page` is the path of the report, and `seconds` the time that this call took. Without claims the tables come first.
+    """
+    if not report.verdicts:
+        print_report(report)
+    minutes, rest = divmod(round(seconds), 60)
+    tally = f" {report.tally}." if report.verdicts else ""
+    print(f"\nDone in {minutes}:{rest:02}.{tally} {report.setting}")
+    if report.headline:
+        print(report.headline)
+    shown = [(of.verdict, textwrap.shorten(of.says.rstrip("."), 60, placeholder=" ..."), of.brief)
+             for of in report.verdicts[:_SHOWN_VERDICTS]]  # fmt: skip
+    for line in align(shown) if shown else ():
+        print(line if len(line) <= _CONSOLE else f"{line[: _CONSOLE - 4]} ...")
+    if more := len(report.verdicts) - len(shown):
+        print(f"and {more} more in the report")
+    for failure in report.failures:
+        print(printable(f"failed: {failure}"))
+    print(printable(f"Report: {page}" + (f"   Next: {next_command}" if next_command else "")))
 
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$<]|(?<![^\W_])_|_(?![^\W_])|&(?=[#\w])")
@@ -154,7 +186,8 @@ def escape_markdown(text: str) -> str:
 def markdown(report: Report) -> str:
     """Returns the report as Markdown; pictures are referred to under figures/."""
     escape = escape_markdown
-    parts = [f"# {escape(report.title)}", *map(escape, (report.setting, *report.failures, *report.sentences))]
+    parts = [f"# {escape(report.title)}", f"**{escape(report.headline)}**" if report.headline else ""]
+    parts += map(escape, (report.setting, *report.failures, *report.sentences))
     if report.verdicts:
         parts.append(f"## Claims: {report.tally}")
         parts.append("\n".join(f"{i}. {_claim(of)}" for i, of in enumerate(report.verdicts, 1)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from orthojax import analysis
 from orthojax.config import Config, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.claims import Claim, Judged, judge
@@ -277,7 +278,9 @@ def as_verdict(judged: Judged) -> Verdict:
     if claim.revised:
         why, first = claim.revised
         remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
-    return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks)
+    of = judged.cases
+    brief = of[0].brief if len(of) == 1 else f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
+    return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
 
 
 def _headlines(results: Results) -> list[tuple[str, str, str]]:
@@ -288,7 +291,10 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
             numbers = [quantity.text(results[name][quantity]) for name in (before, after)]
         except Missing:
             continue
-        found.append((quantity.label, " → ".join(numbers), f"{before} → {after}"))
+        # Perplexity of equal logits is nothing to compare with.
+        known, config = quantity.name != "perplexity", results[after].config
+        beside = analysis.compared_with(quantity.name, {}, analysis.conditions(config)) if known and config else ""
+        found.append((quantity.label, " → ".join(numbers), beside))
     return found
 
 
