@@ -60,12 +60,13 @@ def with_committed_pictures(results: Results) -> Report:
 
 
 def claims() -> str:
-    """Returns docs/claims.md: what to do, then every claim with its verdict, its first numbers and its report."""
+    """Returns docs/claims.md: a summary, then every claim with its verdict, its first numbers and its report."""
     lines = [
         "# All claims",
         "Written by `python results/verdicts.py --write` from the committed results. Criteria, all numbers and tables "
-        "are in the reports. Scale tiny unless a heading says otherwise; see [results](../results/README.md).",
-        (RESULTS / "advice.md").read_text().strip(),
+        "are in the reports. Scale tiny unless a heading says otherwise; see [results](../results/README.md). What follows "
+        "from them is in [which recipe](which_recipe.md).",
+        (RESULTS / "in_short.md").read_text().strip(),
     ]
     for study, scale, results in committed():
         path = (folder(study, scale) / "report.md").relative_to(RESULTS.parent)

@@ -160,6 +160,7 @@ def main(_: list[str]) -> None:
     from orthojax.machine import environment
     from orthojax.train import keep_compiled_programs
 
+    command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
     started, settings = time.monotonic(), _settings()
     others = [of for path in FLAGS.card for of in card.read_cards(Path(path))]
     places = {name: _require_length(path) for name, path in models.items()}
@@ -171,7 +172,9 @@ def main(_: list[str]) -> None:
         measured[name], sections, text = _measure(name, place, settings)
         data.append({"name": name, **text})
         more[name] = card.tables_and_pictures(name, sections)
-        cards.append(card.make_card(name, models[name], measured[name], sections, machine | {"text": text}))
+        cards.append(
+            card.make_card(name, models[name], measured[name], sections, machine | {"command": command, "text": text})
+        )
         path = workdir / ("card.json" if len(places) == 1 else f"{name}.card.json")
         write_text(path, json.dumps(cards[-1], indent=1) + "\n")
         arrays = {key: value.astype(np.float32) for key, value in measured[name].arrays.items()}
@@ -185,7 +188,6 @@ def main(_: list[str]) -> None:
     content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
     write_text(workdir / "results.json", json.dumps(content, indent=2) + "\n")
     sources = dict.fromkeys(text["source"] for text in data)
-    command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
     made = report(measured, list(sources), notes, more)
     if others:
