@@ -393,9 +393,25 @@ def test_without_rounded_keys_and_values_a_model_is_the_plain_one():
     assert program(round_kv=lambda x: 2 * x) != plain
 
 
-def test_a_cache_gives_rounded_keys_and_values_too():
+def test_the_first_keys_and_values_may_stay_float():
+    params, observe = drawn_params(LLAMA, 0.3), lambda taps: (taps.keys, taps.values)
+    models = Transformer(LLAMA), *(quant.rounded_cache(Transformer(LLAMA), 4, first) for first in (2, 0))
+    floats, some, none = (model.apply({"params": params}, IDS, observe=observe)[1] for model in models)
+    for plain, kept, rest in zip(floats, some, none, strict=True):  # of the first layer
+        expected, step = rounded(np.asarray(plain[0], np.float64), "zeropoint", 4, -1)
+        np.testing.assert_allclose(rest[0], expected * step, atol=1e-5)
+        np.testing.assert_array_equal(kept[0][:, :2], plain[0][:, :2])
+        np.testing.assert_array_equal(kept[0][:, 2:], rest[0][:, 2:])
+        assert np.abs(rest[0][:, :2] - plain[0][:, :2]).max() > 0.01
+    with pytest.raises(UserError, match="bits=1"):
+        quant.rounded_cache(models[0], 1)
+
+
+@pytest.mark.parametrize("first", [None, 2])
+def test_a_cache_gives_rounded_keys_and_values_too(first):
     config = dataclasses.replace(LLAMA, num_layers=1)
     model = quant.rounded_model(config, QuantizationSetting(16, "absmax", "output_channel", keys_and_values=3))
+    model = model if first is None else quant.rounded_cache(Transformer(config), 3, first)
     params, cache = drawn_params(config, 0.3), init_cache(config, len(IDS), 8)
     whole = model.apply({"params": params}, IDS)[0]
     _, cache = model.apply({"params": params}, IDS[:, :5], cache=cache)

@@ -34,6 +34,7 @@ QUICK = ("int8_coarse", "w4a4")
 _ROTATED = ("int8_coarse", "w4a4", "mxfp4", "nvfp4")
 _PROPAGATED, _PROPAGATED_ROWS = ("int8_coarse", "w4a4"), 2
 _STREAMED_ROWS, _SINKS = 4, 4
+_CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float
 
 
 class Stages:
@@ -69,7 +70,7 @@ def stage_names(settings: Sequence[str], *, quick: bool = False, knock_out_rows:
     """Returns the stages of `measure`, in order."""
     more = [f"{name}_rotated" for name in _ROTATED if name in settings]
     more += [f"{name}_error" for name in _PROPAGATED if name in settings]
-    more = [] if quick else [*more, "streaming"]
+    more = [] if quick else [*more, *_CACHES, "streaming"]
     return ["statistics", *settings, *more, *(["knock_out"] if knock_out_rows else [])]
 
 
@@ -125,6 +126,10 @@ def measure(
         of |= {key: found[key] for key in ("last_state_error",) if key in found}
         errors |= {name: found["sqnr_db"]} if "sqnr_db" in found else {}
     sections |= {"rounding": [_format(of, metrics) for of in rounding], "sqnr_db": errors}
+    caches = {name: part(name, lambda name=name: _cached(loaded, inputs, name)) for name in _CACHES}
+    sections["kv_cache"] = [{"format": name} | of | (
+        {"lost": of["perplexity"] / metrics["perplexity"] - 1} if "perplexity" in of else {}
+    ) for name, of in caches.items() if of]  # fmt: skip
     sections["streaming"] = part("streaming", lambda: _streamed(loaded, inputs))
     removed = part("knock_out", lambda: _lists(knock_out(loaded, inputs, knock_out_rows)))
     arrays |= {name: of for name, of in removed.items() if name != "left_out"}
@@ -177,6 +182,17 @@ def _propagated(loaded: LoadedModel, inputs: Inputs, name: str) -> dict[str, Any
         kind, _, path = key.partition("/")
         by_path.setdefault(path, {})[kind.removesuffix("sqnr_db").rstrip("_") or "whole"] = value
     return {"last_state_error": error, "sqnr_db": by_path}
+
+
+def _cached(loaded: LoadedModel, inputs: Inputs, name: str) -> dict[str, float]:
+    """Measures the model with a cache of keys and values of few bits, and counts the bytes of a token in it."""
+    model, (bits, first) = loaded.config.model, _CACHES[name]
+    loss = validation_loss_nats(
+        loaded.config, loaded.params, inputs, model=quant.rounded_cache(loaded.model, bits, first)
+    )
+    # A scale and a smallest value of 16 bits for the keys of each head, and for its values.
+    size = model.num_layers * model.kv_heads * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)
+    return {"perplexity": perplexity(loss), "bytes_per_token": size}
 
 
 def _streamed(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
@@ -248,7 +264,7 @@ def _is_card(value: Any) -> bool:
         and value.get("schema") == SCHEMA
         and are([value.get("model")], name=str)
         and are(value.get("metrics"), name=str, value=int | float)
-        and are(value.get("rounding", []), format=str)
+        and are([*value.get("rounding", []), *value.get("kv_cache", [])], format=str)
     )
 
 
@@ -257,7 +273,7 @@ def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
     columns: list[dict[str, str]] = []
     for card in cards:
         column = {analysis.label(of["name"]): analysis.show(of["name"], of["value"]) for of in card["metrics"]}
-        for of in card.get("rounding", []):
+        for of in [*card.get("rounding", []), *card.get("kv_cache", [])]:
             column |= {f"perplexity, {of['format']}": number(of["perplexity"])} if "perplexity" in of else {}
             column |= {f"lost at {of['format']}": percent(of["lost"])} if "lost" in of else {}
             column |= {f"lost at {of['format']}, rotated": percent(of["lost_rotated"])} if "lost_rotated" in of else {}
@@ -274,6 +290,13 @@ def tables_and_pictures(name: str, sections: Mapping[str, Any]) -> tuple[list[Ta
     rows = [[of["format"], *(_cell(of, key) for key in ("perplexity", "lost", "perplexity_rotated", "lost_rotated")),
              _cell(of, "last_state_error")] for of in sections["rounding"]]  # fmt: skip
     tables += [Table(f"{name}, perplexity at each format", shown, rows)] if rows else []
+    rows = [[of["format"], _cell(of, "perplexity"), _cell(of, "lost"), _cell(of, "bytes_per_token")]
+            for of in sections["kv_cache"]]  # fmt: skip
+    tables += (
+        [Table(f"{name}, keys and values of few bits", ["cache", "perplexity", "lost", "bytes a token"], rows)]
+        if rows
+        else []
+    )
     place = ["layer", "channel", "position", "rows"]
     rows = [[f"{of['text']!r}", number(of["value"]), number(of["over_median"]), *(str(of[key]) for key in place),
              "massive" if of["massive"] else ""] for of in sections["largest_activations"]]  # fmt: skip

@@ -139,9 +139,31 @@ def rounded_model(
     return Transformer(config, linear=linear, linear_head=linear_head, round_kv=_kv_rounding(setting.keys_and_values))
 
 
+def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Transformer":
+    """Makes a model that rounds keys and values as a cache of few bits would, and nothing else than the model does.
+
+    Args:
+      model: Any.
+      bits: Width of the integers, with a smallest value and a scale for each token and head, as of
+        `QuantizationSetting.keys_and_values`.
+      float_tokens: The first positions whose keys and values stay float, as KVQuant (arXiv 2401.18079) keeps the first:
+        those that a sink reads with most of its weight.
+    """
+    if not 2 <= bits <= 16 or float_tokens < 0:
+        raise UserError(f"bits={bits}, float_tokens={float_tokens}", allowed="2 to 16, 0 or more")
+    return model.clone(round_kv=_kv_rounding(bits, float_tokens))
+
+
 @functools.cache  # the same function for the same width, as of `quantized_linear`
-def _kv_rounding(bits: int | None) -> Callable[[jax.Array], jax.Array] | None:
-    return None if bits is None else functools.partial(zeropoint, bits=bits, axes=-1)
+def _kv_rounding(bits: int | None, float_tokens: int = 0) -> Callable[[jax.Array], jax.Array] | None:
+    if bits is None:
+        return None
+    round_all = functools.partial(zeropoint, bits=bits, axes=-1)
+
+    def round_later(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x[:, :float_tokens], round_all(x[:, float_tokens:])], axis=1)
+
+    return round_later if float_tokens else round_all
 
 
 def _rounding(
