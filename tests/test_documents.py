@@ -95,6 +95,15 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
     }
 
 
+def test_the_norm_of_the_guide_is_that_of_the_model():
+    names: dict = {}
+    exec(the_block("SingleScaleNorm", "optimizer.md"), names)
+    x = jax.random.normal(jax.random.key(0), (2, 16)) + 1.0
+    y, params = names["SingleScaleNorm"]().init_with_output(jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, params) == {"params": {"scale": ()}}
+    assert jnp.allclose(y, x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
+
+
 def test_guide_shards_the_state_over_the_data_axis():
     code = the_block("zero1", "optimizer.md")
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -162,7 +171,7 @@ def test_doctests_of_the_guides(page):
     )  # fmt: skip
 
 
-FRAMEWORKS = [block for block in blocks("python", GUIDES["optimizer.md"]) if "describe(" in block]
+FRAMEWORKS = [block for block in blocks("python", GUIDES["frameworks.md"]) if "describe(" in block]
 
 
 @pytest.mark.parametrize("code", FRAMEWORKS, ids=["dicts", "linen", "nnx", "equinox", "haiku"])
@@ -188,7 +197,8 @@ def test_config_of_the_guide_is_the_cured_model():
 
 def test_every_block_of_python_is_tested():
     tested = {
-        "optimizer.md": 3 + len(FRAMEWORKS),
+        "optimizer.md": 4,
+        "frameworks.md": len(FRAMEWORKS),
         "attention.md": 3,
         "model.md": 1,
         "measure.md": 4,
