@@ -14,7 +14,7 @@ from tiny_run import loaded as tiny_loaded
 
 from orthojax import quant
 from orthojax.commands.analyze import checkpoint_series
-from orthojax.commands.any_model import knock_out, measure_model, read_rows, read_token_ids
+from orthojax.commands.any_model import knock_out, measure_model, read_rows, read_token_ids, sliding_loss_nats
 from orthojax.commands.cli import named_paths
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer
@@ -152,6 +152,31 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     np.testing.assert_array_equal(text.evaluation, [[256, *b"abcd"], [256, *b"efgh"]])
     with pytest.raises(UserError, match="31 tokens"):
         read_rows(files, tokenizer, rows=0, length=30)
+
+
+@pytest.mark.parametrize(("length", "stride", "count"), [(8, 3, 30), (8, 8, 30), (6, 1, 13), (8, 5, 4), (8, 4, 8)])
+def test_a_sliding_window_predicts_every_token_once(models, length, stride, count):
+    loaded, _ = opened(models, "run")
+    loaded = loaded._replace(config=replace(loaded.config, {"eval.batch_size": 2}))
+    tokens = np.random.default_rng(count).integers(0, 16, count, dtype=np.int32)
+
+    def loss(given, target):
+        logits = np.asarray(loaded.model.apply({"params": loaded.params}, given[None])[0][0, -1], np.float64)
+        return np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[target]
+
+    expected, start, end = [], 0, min(length, count)  # the window that first has token i, from its start
+    for i in range(1, count):
+        while i >= end:
+            start, end = start + stride, min(start + stride + length, count)
+        expected.append(loss(tokens[start:i], tokens[i]))
+    assert sliding_loss_nats(loaded, tokens, length, stride) == pytest.approx(np.mean(expected), abs=1e-5)
+
+
+def test_a_sliding_window_of_no_text_is_refused(models):
+    loaded, _ = opened(models, "run")
+    for tokens, stride in ((1, 2), (9, 0), (9, 9)):
+        with pytest.raises(UserError, match="stride"):
+            sliding_loss_nats(loaded, np.zeros(tokens, np.int32), 8, stride)
 
 
 def test_ids_that_the_model_lacks_are_refused(models):

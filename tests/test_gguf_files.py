@@ -1,6 +1,7 @@
 """GGUF files: read exactly, and refused by name if damaged or not understood."""
 
 import io
+import json
 import re
 import struct
 
@@ -11,6 +12,7 @@ from model_oracle import random_params
 
 import orthojax
 from orthojax.config import RopeConfig
+from orthojax.data.chat import chat_template, render_chat
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import llama2, unstack_layers
@@ -313,3 +315,39 @@ def test_a_sentencepiece_model_in_a_file_is_that_model(tmp_path):
     wrong = tokenizer_file(tmp_path / "wrong.gguf", model="llama", merges=None, **words | {"scores": [0.5]})
     with pytest.raises(UserError, match="no whole tokenizer"):
         load_tokenizer(wrong)
+
+
+# Chats.
+
+TEMPLATE = """{% for m in messages %}
+{% if m.role != "user" %}{{ raise_exception("no " + m.role) }}{% endif %}
+[{{ m.role }}] {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}{{ eos_token }}{% endif %}"""
+
+
+def test_a_chat_is_rendered_by_the_template_of_the_file(tmp_path):
+    path = tokenizer_file(tmp_path / "model.gguf", chat_template=None)
+    with pytest.raises(UserError, match="no chat template"):
+        chat_template(path)
+    write_gguf(path, GGUF_LLAMA, {}, tokenizer__chat_template=TEMPLATE)
+    tokenizer = load_tokenizer(tokenizer_file(tmp_path / "words.gguf"))
+    text = render_chat(chat_template(path), [{"role": "user", "content": "ab!"}], tokenizer)
+    assert text == "[user] ab!\n<|endoftext|>"
+    ids = tokenizer.encode_special(text).tolist()
+    assert ids[-1] == IDS["<|endoftext|>"]
+    assert len(tokenizer.encode_batch([text])[0]) > len(ids)  # where its name is text
+    assert tokenizer.decode(ids) == "[user] ab!\n"
+    with pytest.raises(UserError, match="no tool"):
+        render_chat(TEMPLATE, [{"role": "tool", "content": ""}], tokenizer)
+    with pytest.raises(UserError, match="chat template refuses"):
+        render_chat("{% if %}", [], tokenizer)
+
+
+def test_chat_templates_of_folders(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
+    assert chat_template(tmp_path) == "one"
+    several = [{"name": "rag", "template": "two"}, {"name": "default", "template": "three"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert chat_template(tmp_path) == "three"
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert chat_template(tmp_path) == "four"

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from orthojax.config import ModelConfig
+from orthojax.data.chat import chat_template, render_chat
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.model import Transformer
 from orthojax.pretrained import FAMILIES, begins_with_bos, computed_as, read_folder, write_folder
@@ -200,3 +201,28 @@ def test_the_lines_of_the_guide_measure_a_model_of_transformers(tmp_path, monkey
     exec(lines.replace("openai-community/gpt2", "gpt2"), scope := {})
     assert len(scope["hidden"]) == len(scope["weights"]) == 2  # of three layers, the last with its final norm
     assert "kurtosis_first" in capsys.readouterr().out
+
+
+MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": " Hi\n<s> there "}]
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{'<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n'}}{% endfor %}"
+              "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}",
+    "blocks": "{{ bos_token }}\n{%- for m in messages %}\n    {%- if loop.first %}\n{{ m.content | trim }}\n"
+              "    {%- else %}\n{{ m | tojson }}{{ eos_token }}\n    {%- continue %}\n    {%- endif %}\n"
+              "{%- endfor %}\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_are_those_of_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    backend = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    backend.pre_tokenizer = Whitespace()
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    theirs.chat_template = TEMPLATES[name]
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    text = render_chat(chat_template(tmp_path), MESSAGES, ours)
+    assert text == theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    ids = theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode_special(text).tolist() == ids

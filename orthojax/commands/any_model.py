@@ -7,8 +7,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +23,7 @@ from orthojax.experiments.report import Picture, Report, Table
 from orthojax.files import finite, require_file
 from orthojax.formatting import number, percent, signed
 from orthojax.model import Interventions, LoadedModel
+from orthojax.ops.cross_entropy import cross_entropy_nats
 from orthojax.train import Inputs, evaluate_by_head
 from orthojax.train.evaluation import validation_loss_nats
 
@@ -102,6 +104,48 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
     if not 0 <= extreme < 2**31:  # in 32 bits it would be another id
         raise UserError(f"{path} holds the token id {extreme}", allowed="those of the model")
     return _inputs(np.ascontiguousarray(ids, np.int32), f"{path.name} (token ids)", None)
+
+
+def read_text(files: Sequence[str], tokenizer: Tokenizer, *, bos: bool = False) -> np.ndarray:
+    """Reads files of `orthojax.data.text_corpus` as one text, with empty lines between documents, int32 [tokens]."""
+    text = "\n\n".join(document.text for document in text_corpus(files).documents())
+    ids = tokenizer.encode_batch([text])[0]
+    return np.concatenate([np.full(int(bos), tokenizer.bos_id, np.int32), ids])
+
+
+def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stride: int) -> float:
+    """Computes the mean loss of every token of a text but the first, each after as many others as a window allows.
+
+    Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, the others
+    those that the one before did not. So published perplexities of long texts are computed, as in the guide of
+    transformers, and with a stride of the length those of pieces.
+
+    Args:
+      loaded: A causal model.
+      tokens: int32 [tokens], at least 2.
+      length: Of a window, at most the model's positions.
+      stride: 1 to `length`.
+    """
+    if not 1 <= stride <= length or len(tokens) < 2:
+        problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
+        raise UserError(problem, allowed="two tokens or more, a stride of 1 to the length")
+    starts = range(0, max(len(tokens) - length + stride, 1), stride)
+    padded = np.concatenate([tokens, np.zeros(starts[-1] + length - len(tokens), np.int32)])
+    size, total = loaded.config.eval.batch_size, 0.0
+
+    @jax.jit
+    def losses(params: Any, rows: jax.Array) -> jax.Array:
+        logits: Any = loaded.model.apply({"params": params}, rows)[0]
+        return cross_entropy_nats(logits[:, :-1], rows[:, 1:])  # [rows, length - 1]
+
+    for first in range(0, len(starts), size):
+        few = list(starts[first : first + size])
+        few += [few[-1]] * (size - len(few))  # of one shape
+        found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
+        for at, row in dict(zip(few, found, strict=True)).items():
+            seen = length - stride if at else 1  # which the window before has predicted
+            total += row[seen - 1 : len(tokens) - at - 1].sum()
+    return total / (len(tokens) - 1)
 
 
 def _inputs(rows: np.ndarray, source: str, bits_per_nat: float | None) -> Inputs:

@@ -6,6 +6,7 @@ checkpoint's own data, with the model that it was trained as, and writes evaluat
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def define_flags() -> None:
     flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
     flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
     define_settings()
+    flags.DEFINE_bool("json", False, "Write one JSON object, that of evaluation.json, in the place of the tables.")
     flags.DEFINE_bool(
         "post_attention", False, "Also measure hidden states after attention: post_attention_kurtosis_first."
     )
@@ -60,7 +62,7 @@ def fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     unfit = settings_that_do_not_fit(loaded, settings)
     for name, reason in unfit.items():
-        print(printable(f"{loaded.source}: {name} is left out: {reason}"))
+        print(printable(f"{loaded.source}: {name} is left out: {reason}"), file=sys.stderr)
     return {name: setting for name, setting in settings.items() if name not in unfit}
 
 
@@ -112,6 +114,8 @@ def main(_: list[str]) -> None:
     with tqdm(total=stages) as bar:
         metrics = train.evaluate(loaded, inputs, settings=settings, **options, on_progress=lambda _: bar.update())
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
-    print("\n".join(overview(metrics, config)), flush=True)  # before it is written: a full disk must not lose it
+    # Before it is written: a full disk must not lose it.
+    print(json.dumps(result) if FLAGS.json else "\n".join(overview(metrics, config)), flush=True)
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
-    print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))
+    if not FLAGS.json:
+        print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))

