@@ -155,7 +155,7 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(("length", "stride", "count"), [(8, 3, 30), (8, 8, 30), (6, 1, 13), (8, 5, 4), (8, 4, 8)])
-def test_a_sliding_window_predicts_every_token_once(models, length, stride, count):
+def test_a_sliding_window_predicts_every_token_in_its_first_window(models, length, stride, count):
     loaded, _ = opened(models, "run")
     loaded = loaded._replace(config=replace(loaded.config, {"eval.batch_size": 2}))
     tokens = np.random.default_rng(count).integers(0, 16, count, dtype=np.int32)
@@ -168,7 +168,8 @@ def test_a_sliding_window_predicts_every_token_once(models, length, stride, coun
     for i in range(1, count):
         while i >= end:
             start, end = start + stride, min(start + stride + length, count)
-        expected.append(loss(tokens[start:i], tokens[i]))
+        if i > start:
+            expected.append(loss(tokens[start:i], tokens[i]))
     assert sliding_loss_nats(loaded, tokens, length, stride) == pytest.approx(np.mean(expected), abs=1e-5)
 
 

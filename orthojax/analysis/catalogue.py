@@ -127,6 +127,9 @@ def _both(
 _LOSSES = [
     Definition("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.",
                lambda c: c.vocab_size, _EQUAL),
+    Definition("sliding_perplexity", "perplexity, sliding window", "",
+               "Exponential of the mean cross-entropy of all tokens of a text, each in the first window that has it.",
+               lambda c: c.vocab_size, _EQUAL),
     Definition("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
                lambda c: math.log(c.vocab_size), _EQUAL),
     Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),

@@ -47,6 +47,9 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "length", 0, "Tokens of a row; 0 for the length at which the model was trained, 256 at most.", lower_bound=0
     )
+    flags.DEFINE_integer(
+        "stride", 0, "Also the perplexity of all of --text by a window of --length that slides so far.", lower_bound=0
+    )
     flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
     flags.DEFINE_bool("packed", False, "Let rows run over the ends of documents, with an end-of-text token after each.")
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
@@ -113,6 +116,19 @@ def _settings() -> dict[str, Any]:
     return {name: quant.setting_named(name) for name in (card.QUICK if FLAGS.quick else card.FORMATS)}
 
 
+def _sliding(loaded: Any) -> dict[str, float]:
+    from orthojax.commands.any_model import read_text, sliding_loss_nats
+    from orthojax.data import load_tokenizer
+    from orthojax.ops.cross_entropy import perplexity
+    from orthojax.train import require_tokenizer
+
+    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
+    tokens = read_text(FLAGS.text, tokenizer, bos=loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos)
+    return {
+        "perplexity": perplexity(sliding_loss_nats(loaded, tokens, loaded.config.data.sequence_length, FLAGS.stride))
+    }
+
+
 def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Returns what was measured of a model, the sections of its card, and the provenance of its text."""
     from tqdm import tqdm
@@ -127,8 +143,16 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
     options = {"quick": FLAGS.quick or inputs.task is not None, "knock_out_rows": FLAGS.knock_out}
     folder = Path(FLAGS.workdir) / "stages" / name
     make_folder(folder, "folder of stages")
-    of = [__version__, card.identity(place), inputs.provenance, FLAGS.batch, FLAGS.quantize_head, FLAGS.knock_out]
-    names = card.stage_names(list(settings), **options)
+    of = [
+        __version__,
+        card.identity(place),
+        inputs.provenance,
+        FLAGS.batch,
+        FLAGS.quantize_head,
+        FLAGS.knock_out,
+        FLAGS.stride,
+    ]
+    names = [*card.stage_names(list(settings), **options), *(["sliding"] if FLAGS.stride else [])]
     with tqdm(desc=f"{name}: {names[0]}", total=len(names)) as bar:
 
         def done(stage: str) -> None:
@@ -139,6 +163,11 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
         measured, sections = card.measure(
             loaded, inputs, settings, stages, quantize_head=FLAGS.quantize_head, **options
         )
+        if FLAGS.stride:
+            found = stages("sliding", lambda: _sliding(loaded))
+            if "left_out" in found:
+                raise UserError(found["left_out"])
+            measured.metrics["sliding_perplexity"] = found["perplexity"]
     return measured, sections, inputs.provenance
 
 
@@ -148,6 +177,8 @@ def main(_: list[str]) -> None:
     models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
     for path in models.values():
         find_place(path)
+    if FLAGS.stride and (FLAGS.token_ids or FLAGS.text == ["held_out"]):
+        raise UserError("--stride with --token_ids or --text=held_out", allowed="files of text, topics or stdlib")
     if FLAGS.token_ids:
         require_file(Path(FLAGS.token_ids), "file of token ids")
 

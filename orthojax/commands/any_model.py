@@ -31,6 +31,16 @@ _SHOWN_HEADS = 12
 _QUANTISED = "perplexity_"  # so begin the names of the metrics of quantised models
 
 
+def _documents(files: Sequence[str]) -> tuple[Iterable[str], str]:
+    """Returns the documents behind `--text`, and what they are."""
+    if list(files) == ["topics"]:
+        from pydoc_data.topics import topics
+
+        return ["\n\n".join(topics.values())], "pydoc_data.topics (Python's documentation)"
+    corpus = embedded_corpus() if list(files) == ["stdlib"] else text_corpus(files)
+    return (document.text for document in corpus.documents()), corpus.description
+
+
 def read_rows(
     files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False, packed: bool = False
 ) -> Inputs:
@@ -50,14 +60,7 @@ def read_rows(
     Raises:
       UserError: For files that cannot be read, or text of less than one row.
     """
-    documents: Iterable[str]
-    if list(files) == ["topics"]:
-        from pydoc_data.topics import topics
-
-        documents, source = ["\n\n".join(topics.values())], "pydoc_data.topics (Python's documentation)"
-    else:
-        corpus = embedded_corpus() if list(files) == ["stdlib"] else text_corpus(files)
-        documents, source = (document.text for document in corpus.documents()), corpus.description
+    documents, source = _documents(files)
     width = length + (not bos)
     parts, found, tokens, size = [], 0, 0, 0
     for text in documents:
@@ -107,9 +110,8 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
 
 
 def read_text(files: Sequence[str], tokenizer: Tokenizer, *, bos: bool = False) -> np.ndarray:
-    """Reads files of `orthojax.data.text_corpus` as one text, with empty lines between documents, int32 [tokens]."""
-    text = "\n\n".join(document.text for document in text_corpus(files).documents())
-    ids = tokenizer.encode_batch([text])[0]
+    """Reads files, as of `read_rows`, as one text with empty lines between documents, int32 [tokens]."""
+    ids = tokenizer.encode_batch(["\n\n".join(_documents(files)[0])])[0]
     return np.concatenate([np.full(int(bos), tokenizer.bos_id, np.int32), ids])
 
 
@@ -118,7 +120,7 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
 
     Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, the others
     those that the one before did not. So published perplexities of long texts are computed, as in the guide of
-    transformers, and with a stride of the length those of pieces.
+    transformers. With a stride of the length, pieces of the text stand alone, and their first tokens are not predicted.
 
     Args:
       loaded: A causal model.
@@ -131,7 +133,7 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
         raise UserError(problem, allowed="two tokens or more, a stride of 1 to the length")
     starts = range(0, max(len(tokens) - length + stride, 1), stride)
     padded = np.concatenate([tokens, np.zeros(starts[-1] + length - len(tokens), np.int32)])
-    size, total = loaded.config.eval.batch_size, 0.0
+    size, total, count = loaded.config.eval.batch_size, 0.0, 0
 
     @jax.jit
     def losses(params: Any, rows: jax.Array) -> jax.Array:
@@ -143,9 +145,10 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
         few += [few[-1]] * (size - len(few))  # of one shape
         found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
         for at, row in dict(zip(few, found, strict=True)).items():
-            seen = length - stride if at else 1  # which the window before has predicted
-            total += row[seen - 1 : len(tokens) - at - 1].sum()
-    return total / (len(tokens) - 1)
+            seen = max(length - stride, 1) if at else 1  # the others the window before has predicted
+            counted = row[seen - 1 : len(tokens) - at - 1]
+            total, count = total + counted.sum(), count + len(counted)
+    return total / count
 
 
 def _inputs(rows: np.ndarray, source: str, bits_per_nat: float | None) -> Inputs:
