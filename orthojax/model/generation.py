@@ -4,7 +4,7 @@ Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,30 @@ from orthojax.model.transformer import Transformer
 _SIZES = 64  # caches have a multiple of this many slots, so that prompts of similar lengths share a program
 
 
-def generate(loaded: LoadedModel, prompt_ids: ArrayLike, steps: int, **options: Any) -> np.ndarray:
-    """Writes tokens after a prompt: those of `stream`, which has the same arguments, as int32 [steps] or [B, steps]."""
-    return np.stack(list(stream(loaded, prompt_ids, steps, **options)), -1)
+def generate(
+    loaded: LoadedModel, prompt_ids: ArrayLike | Sequence[Sequence[int]], steps: int, **options: Any
+) -> np.ndarray:
+    """Writes tokens after a prompt: those of `stream`, which has the same arguments, as int32 [steps] or [B, steps].
+
+    Prompts of different lengths, a list of lists or of arrays, are continued in one batch: all rows begin at position
+    0, and those with a longer prompt read on while others write. Each row gets what it gets alone, up to rounding.
+    """
+    lengths = {np.shape(row) for row in prompt_ids} if isinstance(prompt_ids, list | tuple) else set()
+    if len(lengths) < 2:
+        return np.stack(list(stream(loaded, prompt_ids, steps, **options)), -1)
+    rows = [_token_ids(loaded, row)[0] for row in prompt_ids]  # pyright: ignore[reportArgumentType]
+    sizes = np.array([len(row) for row in rows])
+    padded = np.zeros((len(rows), max(sizes)), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    options = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "window": None, "sinks": 0} | options
+    check_options(steps, **options)
+    _require_whole_prefix(loaded, min(sizes))
+    window, sinks = options.pop("window"), options.pop("sinks")
+    cache = _cache(loaded, len(rows), max(sizes), max(sizes) + steps - 1, window, sinks)
+    columns = np.stack(list(_written(loaded, jnp.asarray(padded), cache, steps, **options, lengths=sizes)), -1)
+    first = sizes - min(sizes)
+    return np.stack([row[at : at + steps] for row, at in zip(columns, first, strict=True)])
 
 
 def stream(
@@ -60,15 +81,20 @@ def stream(
     """
     check_options(steps, temperature, top_p, seed, window, sinks)
     prompt = _token_ids(loaded, prompt_ids)
-    length, relaxed = prompt.shape[1], loaded.model.config.relaxed_causal_tokens
+    length = prompt.shape[1]
+    _require_whole_prefix(loaded, length)
+    cache = _cache(loaded, len(prompt), length, length + steps - 1, window, sinks)
+    tokens = _written(loaded, jnp.asarray(prompt), cache, steps, temperature, top_p, seed)
+    return (np.asarray(column if np.ndim(prompt_ids) > 1 else column[0]) for column in tokens)
+
+
+def _require_whole_prefix(loaded: LoadedModel, length: int) -> None:
+    relaxed = loaded.model.config.relaxed_causal_tokens
     if relaxed > 1 and length < relaxed:
         raise UserError(
             f"a prompt of {length} tokens for a model whose first {relaxed} tokens see each other",
             allowed=f"a prompt of at least {relaxed} tokens: it has not learned to predict those",
         )
-    cache = _cache(loaded, len(prompt), length, length + steps - 1, window, sinks)
-    tokens = _written(loaded, jnp.asarray(prompt), cache, steps, temperature, top_p, seed)
-    return (np.asarray(column if np.ndim(prompt_ids) > 1 else column[0]) for column in tokens)
 
 
 _LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite
@@ -156,19 +182,32 @@ def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int
 
 
 def _written(
-    loaded: LoadedModel, prompt: jax.Array, cache: KVCache, steps: int, temperature: float, top_p: float, seed: int
+    loaded: LoadedModel,
+    prompt: jax.Array,
+    cache: KVCache,
+    steps: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    lengths: np.ndarray | None = None,
 ) -> Iterator[jax.Array]:
+    """Yields the columns [B] after the shortest prompt; `lengths` are those of prompts that fill their rows in part."""
     model, params = loaded.model, loaded.params
-    cache = _read(model, params, prompt, cache)
+    lengths = np.full(len(prompt), prompt.shape[1]) if lengths is None else lengths
+    shortest, last = int(min(lengths)), int(max(lengths)) + steps
+    cache = _read(model, params, prompt[:, :shortest], cache)
     # The last token is read once more, for its logits: those of a whole prompt would take more memory than the model.
     cache = cache._replace(length=cache.length - 1)
-    key, token = jax.random.key(seed), prompt[:, -1]
-    for step in range(steps):
+    key, token = jax.random.key(seed), prompt[:, shortest - 1]
+    for place in range(shortest, last):
         logits, cache = _step(model, params, token, cache)
         if temperature == 0.0:
             token = jnp.argmax(logits, -1).astype(jnp.int32)
         else:
-            token = _draw(logits, jax.random.fold_in(key, step), temperature, top_p, cut=top_p < 1)
+            own_steps = jnp.asarray(np.maximum(place - lengths, 0))
+            token = _draw(logits, key, own_steps, temperature, top_p, cut=top_p < 1)
+        if place < max(lengths):  # of rows that still read
+            token = jnp.where(place < lengths, prompt[:, place], token)
         yield token
 
 
@@ -196,10 +235,13 @@ def _read(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) ->
 
 
 @partial(jax.jit, static_argnames="cut")
-def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, *, cut: bool) -> jax.Array:
-    """Draws one token for each row of logits [B, V], with a key of its own."""
+def _draw(
+    logits: jax.Array, key: jax.Array, steps: jax.Array, temperature: float, top_p: float, *, cut: bool
+) -> jax.Array:
+    """Draws one token for each row of logits [B, V], with a key of its own for its step, of `steps` [B]."""
     logits = sampling_logits(logits, temperature, top_p) if cut else logits / temperature
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits)))
+    keys = jax.vmap(partial(jax.random.fold_in, key))(steps)
+    keys = jax.vmap(jax.random.fold_in)(keys, jnp.arange(len(logits)))
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
