@@ -29,10 +29,10 @@ def generate(
     Prompts of different lengths, a list of lists or of arrays, are continued in one batch: all rows begin at position
     0, and those with a longer prompt read on while others write. Each row gets what it gets alone, up to rounding.
     """
-    lengths = {np.shape(row) for row in prompt_ids} if isinstance(prompt_ids, list | tuple) else set()
-    if len(lengths) < 2:
-        return np.stack(list(stream(loaded, prompt_ids, steps, **options)), -1)
-    rows = [_token_ids(loaded, row)[0] for row in prompt_ids]  # pyright: ignore[reportArgumentType]
+    given: Any = prompt_ids
+    if not isinstance(given, list | tuple) or len({np.shape(row) for row in given}) < 2:
+        return np.stack(list(stream(loaded, given, steps, **options)), -1)
+    rows = [_token_ids(loaded, row)[0] for row in given]
     sizes = np.array([len(row) for row in rows])
     padded = np.zeros((len(rows), max(sizes)), np.int32)
     for row, ids in zip(padded, rows, strict=True):
