@@ -92,6 +92,8 @@ def _np_attention(config, x, p, given, layer, prefix=0):
     T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
     visible = (s < prefix) | (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
+    if (window := _at(config.attention_window, layer)) is not None:
+        visible &= s > t - window
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
     normalizers["clipped_softmax"] = ClippedSoftmax()
     if config.latent:

@@ -56,7 +56,7 @@ def test_labels_are_distinct():
 @pytest.mark.parametrize("n", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("window", [None, 3])
 def test_equal_logits_have_the_mass_of_chance(n, window):
-    given = dataclasses.replace(GIVEN, n=n, window=window)
+    given = dataclasses.replace(GIVEN, n=n, windows=(window,))
     seen = np.tril(np.ones((T, T))) * np.triu(np.ones((T, T)), 1 - (window or T))
     weights = seen / (n + seen.sum(1, keepdims=True))
     assert chance("first_attention_mass", given) == pytest.approx(weights[:, 0].mean())

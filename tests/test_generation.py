@@ -87,6 +87,10 @@ def test_cached_logits_of_gated_channels_equal_uncached(position):
     assert_cached_equals_uncached(ModelConfig(**SMALL | EASY, position=position, gated_attention="elementwise"))
 
 
+def test_cached_logits_of_windows_by_layer_equal_uncached():
+    assert_cached_equals_uncached(llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, attention_window=(3, None)))
+
+
 def test_cached_logits_of_latent_attention_equal_uncached():
     rope = RopeConfig(scaling="yarn", factor=4.0, original_length=8, high_frequency_factor=32.0, mscale=0.7,
                       mscale_all=0.5)  # fmt: skip

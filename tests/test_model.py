@@ -87,6 +87,7 @@ ORACLE_CONFIGS = {
     "projected embeddings, gated norms": dataclasses.replace(GPT2, embedding_projection=True, gated_norm_rank=3),
     "gated norms of sums": dataclasses.replace(LLAMA2, block="post_norm", gated_norm_rank=2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
+    "windows by layer": dataclasses.replace(LLAMA2, normalizer="learned_sink", attention_window=(3, None)),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
         **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
@@ -127,6 +128,20 @@ def test_model_and_taps_equal_the_float64_oracle(name):
                 np.testing.assert_allclose(
                     getattr(taps, field)[layer, i], value, rtol=1e-4, atol=1e-4, err_msg=f"{field} of layer {layer}"
                 )
+
+
+def test_equal_windows_of_all_layers_are_one_window():
+    def program(window):
+        config = dataclasses.replace(TINY, attention_window=window)
+        return str(jax.make_jaxpr(lambda params: apply(config, params))(parameter_shapes(config)))
+
+    assert program((3, 3)) == program(3)
+    assert program((None, None)) == program(None)
+    assert program((3, None)) != program(3)
+    with pytest.raises(UserError, match=r"attention_window=\(0, None\)"):
+        dataclasses.replace(TINY, attention_window=(0, None))
+    with pytest.raises(UserError, match=r"scan_layers=false"):
+        dataclasses.replace(TINY, attention_window=(2, None), scan_layers=True)
 
 
 def test_unread_taps_cost_nothing():
@@ -242,7 +257,7 @@ FIELDS = {
     "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM, "norm"),
-    "attention_window": ({}, 2),
+    "attention_window": ({"attention_window": 2}, (2, None)),
     "attention_mask": ({}, "full"),
     "gated_attention": ({"gated_attention": "elementwise"}, "value"),
     "gated_norm_rank": ({}, 2),

@@ -46,6 +46,11 @@ CASES = {
     "qwen2": ("qwen2", GROUPED),
     "qwen2 with windows": ("qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5,
                                                "max_window_layers": 0}),
+    "qwen2 with late windows": ("qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5,
+                                                    "max_window_layers": 1, "tie_word_embeddings": True}),
+    "qwen3 with windows, one key-value head": ("qwen3", SMALL | {
+        "num_key_value_heads": 1, "head_dim": 12, "use_sliding_window": True, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "qwen3": ("qwen3", GROUPED | {"head_dim": 12}),
     "olmo": ("olmo", GROUPED),
     "olmo2": ("olmo2", GROUPED),

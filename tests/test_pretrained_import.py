@@ -41,6 +41,9 @@ KINDS = {
     "gpt2": (gpt2("tiny", **SMALL), "gpt2"),
     "llama": (LLAMA, "llama"),
     "qwen2 with windows": (llama2("tiny", **SMALL, use_bias="qkv", attention_window=3), "qwen2"),
+    "qwen2 with windows in some layers": (
+        llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(None, 3)), "qwen2"),
+    "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
         gpt2("tiny", **SMALL, position="rotary", rope=RopeConfig(0.5), block="parallel", tie_embeddings=False),
         "gpt_neox",
@@ -196,6 +199,10 @@ PUBLISHED = {
                            "use_mrope": False}, None),
     "Qwen 3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
                          "head_dim": 8}, None),
+    "Qwen 2, windows from a layer on": ("qwen2", {"use_sliding_window": True, "sliding_window": 5,
+                                                  "max_window_layers": 1}, (None, 5)),
+    "Qwen 3, layers named": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
+                                       "layer_types": [*SLIDING[:1], *FULL[:1]]}, (5, None)),
     "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
     "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
                                   "rotary_pct": 0.5}, None),
@@ -219,7 +226,9 @@ def test_published_configs_are_understood(name):
         ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "layer_types"),
         ("mistral", {"sliding_window": 7, "use_sliding_window": False}, "use_sliding_window"),
         ("mistral", {"sliding_window": 7, "max_window_layers": 1}, "layer_types"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "layer_types"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": SLIDING[:1]}, "layer_types"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, "sliding_attention"]}, "layer_types"),
     ],
 )
 def test_unsupported_windows_are_refused(model_type, fields, name):

@@ -147,7 +147,8 @@ class ModelConfig:
         `orthojax.ops.ClippedSoftmax`.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
       attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
-      attention_window: Each query sees this many keys at most, its own the last; None means all before it.
+      attention_window: Each query sees this many keys at most, its own the last, in all layers or one value for each;
+        None means all before it.
       latent: Multi-head latent attention; None makes queries, keys and values linear in the residual stream.
       mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
         `linear` is one d_model x d_model map, `experts` a mixture of swiglu ones.
@@ -207,7 +208,7 @@ class ModelConfig:
     attention_implementation: Literal["auto", "xla", "xla_chunked", "cudnn", "splash"] = setting(
         "auto", affects="computation"
     )
-    attention_window: int | None = None
+    attention_window: int | tuple[int | None, ...] | None = None
     latent: LatentConfig | None = None
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     experts: ExpertsConfig | None = None
@@ -230,8 +231,10 @@ class ModelConfig:
 
     def __post_init__(self):
         check_types(self, "model")
-        counts = "vocab_size max_length attention_window"
-        require_each(self, "model", counts, lambda count: count > 0, "a positive number")
+        require_each(self, "model", "vocab_size max_length", lambda count: count > 0, "a positive number")
+        windows = self.attention_window if isinstance(self.attention_window, tuple) else (self.attention_window,)
+        positive = all(window is None or window > 0 for window in windows)
+        require(positive, f"model.attention_window={self.attention_window}", "a positive number, or none")
         # More is a typo, and would take minutes to trace.
         require_each(self, "model", "d_model num_heads d_mlp d_head", lambda size: 0 < size <= 2**20, "1 to 2**20")
         require_each(self, "model", "num_layers", lambda count: 0 < count <= 2**12, "1 to 2**12")
@@ -241,7 +244,7 @@ class ModelConfig:
         relaxed = f"0 to model.max_length={self.max_length}"
         require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
         beside = f"model.attention_window or relaxed_causal_tokens with model.attention_mask={self.attention_mask!r}"
-        plain = self.attention_window is None and not self.relaxed_causal_tokens
+        plain = all(window is None for window in windows) and not self.relaxed_causal_tokens
         require(self.attention_mask == "causal" or plain, beside, "neither, or attention_mask 'causal'")
         kernel = "model.attention_implementation='splash' with model.attention_mask='prefix', which differs by row"
         is_splash = self.attention_implementation == "splash"
@@ -257,7 +260,7 @@ class ModelConfig:
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",
             "model.scan_layers=false",
         )
-        for name in ("mlp", "attention", "mlp_norm", "attention_norm"):
+        for name in ("mlp", "attention", "attention_window", "mlp_norm", "attention_norm"):
             value = getattr(self, name)
             layers = value if isinstance(value, tuple) else (value,) * self.num_layers
             problem = f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}"
@@ -353,6 +356,10 @@ class ModelConfig:
     def layer_attention(self, layer: int) -> bool:
         """Returns whether a layer attends."""
         return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
+
+    def layer_window(self, layer: int) -> int | None:
+        """The most keys that a query of one layer sees; None for all before it."""
+        return self.attention_window[layer] if isinstance(self.attention_window, tuple) else self.attention_window
 
     def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
         """Returns whether a layer has attention or an MLP, with a norm."""

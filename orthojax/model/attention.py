@@ -24,6 +24,7 @@ class Attention(Part):
     """Multi-head attention over the model's own mask."""
 
     round_kv: Callable[[jax.Array], jax.Array] | None = None
+    layer: int = 0
 
     @nn.compact
     def __call__(
@@ -52,11 +53,12 @@ class Attention(Part):
             key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
-        visible = attention_mask(c, T, prefix) if cached is None else cached.slots.visible
+        span = c.layer_window(self.layer)
+        visible = attention_mask(c, T, prefix, self.layer) if cached is None else cached.slots.within(span)
         normalizer = self._normalizer()
         masked = c.relaxed_causal_tokens > 1 or cached is not None or prefix is not None
         # A mask holds the window; kernels know a causal one with its window by themselves.
-        window = None if c.attention_window is None or masked else (c.attention_window - 1, 0)
+        window = None if span is None or masked else (span - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         if cached is not None and implementation in ("cudnn", "splash"):
             implementation = None  # a kernel may refuse one query, or an odd number of them
@@ -185,8 +187,8 @@ def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
     return value * jax.nn.sigmoid(gate)[..., None]
 
 
-def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None) -> jax.Array:
-    """Returns the mask [1, 1, T, T] of the keys that each query of a model sees.
+def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None, layer: int = 0) -> jax.Array:
+    """Returns the mask [1, 1, T, T] of the keys that each query of a layer sees.
 
     With the lengths `prefix` [B] of the rows' prefixes, for a model with such a mask, it is [B, 1, T, T].
     """
@@ -196,7 +198,7 @@ def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = 
         assert prefix is not None
         t, s = jnp.arange(length)[:, None], jnp.arange(length)[None]
         return (s <= t)[None, None] | (s[None, None] < prefix[:, None, None, None])
-    return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.attention_window)
+    return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.layer_window(layer))
 
 
 def _frequencies(config: ModelConfig) -> jax.Array:

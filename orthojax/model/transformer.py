@@ -64,7 +64,7 @@ class Block(nn.Module):
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", "input")
             attend = (Attention if c.latent is None else LatentAttention)(
-                c, self.linear, self.round_kv, name="attention"
+                c, self.linear, self.round_kv, self.layer, name="attention"
             )
             attention_output, taps, new = attend(read, given, cached, prefix)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")

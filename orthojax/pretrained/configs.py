@@ -71,7 +71,7 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
         fields["num_kv_heads"] = None
     # Before layers are counted one by one.
     require(0 < fields["num_layers"] <= 2**12, f"a model of {fields['num_layers']} layers", "1 to 4096")
-    fields["attention_window"] = _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
+    fields |= _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
     return from_flat(ModelConfig, fields)
 
 
@@ -84,26 +84,42 @@ def _require_known(family: Family, given: Mapping[str, Any]) -> None:
             raise UserError(f"config field {name}={value!r} is not known of {family.name} models")
 
 
-def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> int | None:
-    """Returns the window of all layers; refuses windows in some of them, and contradictory declarations."""
-    # Qwen models have windows if the first says so, in the layers of `layer_types`, or else from the second on.
-    used, first, kinds = (given.get(name) for name in ("use_sliding_window", "max_window_layers", "layer_types"))
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> dict[str, Any]:
+    """Returns the windows of all layers; refuses contradictory declarations, and those that the family ignores."""
+    used, kinds = given.get("use_sliding_window"), given.get("layer_types")
     if family.window_switch:
         window = window if used else None
-        first = integer(given, "max_window_layers", 28)
     else:
         problem = f"use_sliding_window={used!r} is not supported of {family.name} models"
         require(used in (None, window is not None), problem, str(window is not None))
     if kinds is None:
-        full = num_layers if window is None else min(max(first or 0, 0), num_layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    allowed = [["full_attention"] * num_layers] if window is None or family.window_switch else []
-    allowed += [] if window is None else [["sliding_attention"] * num_layers]
+        windowed = family.windowed or (lambda given, layer: layer >= integer(given, "max_window_layers", 0))
+        kinds = [_KINDS[window is not None and windowed(given, layer)] for layer in range(num_layers)]
+    allowed = _KINDS if window is not None and family.windowed else (_KINDS[window is not None],)
     kinds = kinds if isinstance(kinds, list) else [kinds]
     shown = ", ".join(dict.fromkeys(map(str, kinds)))
     problem = f"layer_types={shown} of {len(kinds)} layers is not supported of {family.name} models"
-    require(kinds in allowed, problem, " or ".join(f"{each[0]} of each of {num_layers}" for each in allowed))
-    return window if "sliding_attention" in kinds else None
+    fits = len(kinds) == num_layers and all(kind in allowed for kind in kinds)
+    require(fits, problem, f"{' or '.join(allowed)} of each of {num_layers}")
+    windows = tuple(window if kind == _KINDS[1] else None for kind in kinds)
+    if len(set(kinds)) == 1:
+        return {"attention_window": windows[0]}
+    return {"attention_window": windows, "scan_layers": False}
+
+
+def _write_window(family: Family, config: ModelConfig) -> dict[str, Any]:
+    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    window = next((window for window in windows if window is not None), None)
+    given: dict[str, Any] = {"sliding_window": window} if "sliding_window" in family.fields else {}
+    if family.window_switch:  # and for libraries that read no `layer_types`, the first layer with a window
+        given |= {"use_sliding_window": window is not None}
+        given |= {"max_window_layers": windows.index(window) if window is not None else config.num_layers}
+    if family.windowed:
+        given["layer_types"] = [_KINDS[window is not None] for window in windows]
+    return given
 
 
 # `rope_type` -> its fields -> those of `RopeConfig`.
@@ -209,9 +225,7 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
         given["num_key_value_heads"] = config.kv_heads
     if "head_dim" in given:
         given["head_dim"] = config.head_dim
-    if family.window_switch:
-        windowed = config.attention_window is not None
-        given |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else config.num_layers}
+    given |= _write_window(family, config)
     given |= family.more.write(config) if family.more else {}
     given |= _write_rotary(family, config) if family.rotary else {}
     try:
@@ -242,7 +256,7 @@ def computed_as(config: ModelConfig) -> ModelConfig:
         changes["experts"] = dataclasses.replace(config.experts, d_expert=config.experts.d_expert or config.d_mlp)
     if config.use_bias == "norm" and not config.has_norm_bias:
         changes["use_bias"] = False
-    kinds = tuple(config.layer_mlp(layer) for layer in range(config.num_layers))
-    if len(set(kinds)) == 1:
-        changes["mlp"] = kinds[0]
+    for name, of_layer in (("mlp", config.layer_mlp), ("attention_window", config.layer_window)):
+        values = {of_layer(layer) for layer in range(config.num_layers)}
+        changes |= {name: values.pop()} if len(values) == 1 else {}
     return dataclasses.replace(config, **changes | {"scan_layers": False})

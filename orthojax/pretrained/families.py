@@ -150,6 +150,8 @@ class Family:
     rotary_fraction: float | None = None
     mscales: bool = False  # YaRN scales logits by `mscale` and `mscale_all_dim`
     window_switch: bool = False  # windows are on if `use_sliding_window` says so
+    # Whether a layer (of a config) has a window if no `layer_types` say so; None if all have one, or none.
+    windowed: Callable[[Mapping[str, Any], int], bool] | None = None
     more: More | None = None
 
 
@@ -246,10 +248,22 @@ GPT2 = Family(
     rotary=False,
 )
 LLAMA = Family("llama", "LlamaForCausalLM", _LLAMA_BASE, _LLAMA_FIELDS, _LLAMA_WEIGHTS)
+
+
+def _is_late(given: Mapping[str, Any], layer: int) -> bool:
+    return layer >= integer(given, "max_window_layers", 28)
+
+
 _WINDOWED = _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)}
 MISTRAL = Family("mistral", "MistralForCausalLM", _LLAMA_BASE, _WINDOWED, _LLAMA_WEIGHTS)
 QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM", _LLAMA_BASE | {"use_bias": "qkv"}, _WINDOWED, _LLAMA_WEIGHTS, window_switch=True
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _LLAMA_BASE | {"use_bias": "qkv"},
+    _WINDOWED,
+    _LLAMA_WEIGHTS,
+    window_switch=True,
+    windowed=_is_late,
 )
 QWEN3 = Family(
     "qwen3",
@@ -258,6 +272,7 @@ QWEN3 = Family(
     _WINDOWED | {"head_dim": Same("d_head", 128)},
     _LLAMA_WEIGHTS,
     window_switch=True,
+    windowed=_is_late,
 )
 OLMO = Family(
     "olmo",
