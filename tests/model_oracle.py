@@ -147,13 +147,17 @@ def _np_experts(config, x, p):
         by_group = scores.reshape(of.groups, -1)
         for group in np.argsort(by_group.max(1))[: -of.groups_per_token]:
             by_group[group] = 0
-        for expert in np.argsort(scores)[-of.per_token :]:
+        chosen = np.argsort(scores)[-of.per_token :]
+        if of.normalize:
+            scores /= scores[chosen].sum()
+        for expert in chosen:
             own = {name: {"kernel": by_expert[name][expert]} for name in kernels}
             for name, bias in biases.items():
                 own[name]["bias"] = bias[expert]
-            y[t] += of.scale * scores[expert] * _np_mlp(config, "swiglu", token, own)
+            bias = p["bias"][expert] if of.use_bias else 0.0
+            y[t] += of.scale * scores[expert] * (_np_mlp(config, of.mlp, token, own) + bias)
     y = y + p["experts"]["output"].get("bias", 0.0)
-    return y + _np_mlp(config, "swiglu", x, p["shared"]) if of.num_shared else y
+    return y + _np_mlp(config, of.mlp, x, p["shared"]) if of.num_shared else y
 
 
 def _np_mlp(config, kind, x, p):
@@ -165,6 +169,9 @@ def _np_mlp(config, kind, x, p):
     if kind == "swiglu":
         gate = _np_linear(x, p["gate"])
         hidden = gate / (1.0 + np.exp(-gate)) * hidden
+    elif kind == "swiglu_clamped":
+        gate = np.minimum(_np_linear(x, p["gate"]), 7.0)
+        hidden = gate / (1.0 + np.exp(-1.702 * gate)) * (np.clip(hidden, -7.0, 7.0) + 1.0)
     elif kind == "gelu":
         hidden = 0.5 * hidden * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden**3)))
     else:

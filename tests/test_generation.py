@@ -88,7 +88,8 @@ def test_cached_logits_of_gated_channels_equal_uncached(position):
 
 
 def test_cached_logits_of_windows_by_layer_equal_uncached():
-    assert_cached_equals_uncached(llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, attention_window=(3, None)))
+    config = llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, normalizer="learned_sink", attention_window=(3, None))
+    assert_cached_equals_uncached(config)
 
 
 def test_cached_logits_of_latent_attention_equal_uncached():

@@ -87,7 +87,17 @@ ORACLE_CONFIGS = {
     "projected embeddings, gated norms": dataclasses.replace(GPT2, embedding_projection=True, gated_norm_rank=3),
     "gated norms of sums": dataclasses.replace(LLAMA2, block="post_norm", gated_norm_rank=2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
-    "windows by layer": dataclasses.replace(LLAMA2, normalizer="learned_sink", attention_window=(3, None)),
+    "gpt-oss": dataclasses.replace(
+        LLAMA2,
+        d_head=6,
+        num_kv_heads=1,
+        norm="rmsnorm",
+        normalizer="learned_sink",
+        use_bias="attention",
+        attention_window=(3, None),
+        mlp=("swiglu_clamped", "experts"),
+        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True),
+    ),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
         **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
@@ -244,6 +254,7 @@ def test_stacking_twelve_layers_is_inverted_by_unstacking():
 WIDE = {"position": "rotary", "d_model": 16}
 LLAMA3 = WIDE | {"rope": RopeConfig(scaling="llama3", factor=8.0, original_length=16)}
 LAYERNORM = {"norm": "layernorm"}
+EXPERTS = {"mlp": "experts", "experts": ExpertsConfig(num_experts=4)}
 FIELDS = {
     # path: (what the base needs for the field to matter, the new value)
     "rope.fraction": (WIDE, 0.5),
@@ -256,7 +267,11 @@ FIELDS = {
     "block": (LAYERNORM, "output_norm"),
     "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
-    "use_bias": (LAYERNORM, "norm"),
+    "use_bias": (LAYERNORM | {"use_bias": "qkv"}, "attention"),
+    "experts.normalize": (EXPERTS, True),
+    "experts.mlp": (EXPERTS, "swiglu_clamped"),
+    "experts.use_bias": (EXPERTS, True),
+    "mlp": ({"mlp": "swiglu"}, "swiglu_clamped"),
     "attention_window": ({"attention_window": 2}, (2, None)),
     "attention_mask": ({}, "full"),
     "gated_attention": ({"gated_attention": "elementwise"}, "value"),

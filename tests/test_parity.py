@@ -16,6 +16,7 @@ import pytest
 from orthojax.config import ModelConfig
 from orthojax.model import Transformer
 from orthojax.pretrained import FAMILIES, computed_as, read_folder, write_folder
+from orthojax.pretrained.folders import _read_mxfp4
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,6 +32,9 @@ DEEPSEEK = SMALL | {"kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim
                     "moe_intermediate_size": 12, "first_k_dense_replace": 1}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 40.0, "beta_fast": 8, "beta_slow": 1, "mscale": 0.9,
         "mscale_all_dim": 0.707, "original_max_position_embeddings": 64}  # fmt: skip
+GPT_OSS = GROUPED | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5,
+                     "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "truncate": False,
+                                         "original_max_position_embeddings": 8}}  # fmt: skip
 GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 # name: (model_type, fields of its config)
 CASES = {
@@ -59,6 +63,10 @@ CASES = {
     "deepseek_v2 lite": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 3,
                                                "topk_group": 2, "routed_scaling_factor": 3.0}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, default rope, tied": ("gpt_oss", GPT_OSS | {
+        "rope_parameters": None, "tie_word_embeddings": True, "attention_bias": False, "head_dim": 8,
+        "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "pythia": ("gpt_neox", SMALL),
     "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
@@ -155,6 +163,24 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     # Read again, since the frequencies of a model in bfloat16 are rounded as well.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     close(our_outputs(config, params, tokens)[0], foreign_outputs(model, tokens)[0])
+
+
+@pytest.mark.parametrize("name", ["gpt_oss"])
+def test_shards_of_bfloat16(name, tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    foreign_model(*CASES[name]).bfloat16().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    close(our_outputs(*read_folder(tmp_path), tokens)[0], foreign_outputs(model, tokens)[0])
+
+
+def test_blocks_of_mxfp4_are_those_of_transformers():
+    torch, mxfp4 = pytest.importorskip("torch"), pytest.importorskip("transformers.integrations.mxfp4")
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (3, 4, 2, 16), dtype=np.uint8)
+    scales = random.integers(110, 140, blocks.shape[:-1], dtype=np.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    np.testing.assert_array_equal(_read_mxfp4("x", lambda: blocks, lambda: scales), theirs.numpy())
 
 
 def test_transformers_does_not_load_softmax1_models(tokens, tmp_path):

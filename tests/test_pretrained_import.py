@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from model_oracle import stacked_params
@@ -36,6 +37,12 @@ DEEPSEEK = llama2(
     experts=ExpertsConfig(num_experts=4, num_shared=2, d_expert=3),
     rope=RopeConfig(1.0, "yarn", 40.0, 64, high_frequency_factor=32.0, mscale=0.707, mscale_all=0.707),
 )  # fmt: skip
+GPT_OSS = llama2(
+    "tiny", **UNROLLED | {"d_mlp": 64, "d_model": 32}, d_head=6, num_kv_heads=1, normalizer="learned_sink",
+    use_bias="attention", attention_window=(3, None), mlp="experts",
+    experts=ExpertsConfig(4, 3, normalize=True, mlp="swiglu_clamped", use_bias=True),
+    rope=RopeConfig(1.0, "yarn", 8.0, 64, high_frequency_factor=32.0, truncate=False),
+)  # fmt: skip
 # What is written and read, and as which model_type.
 KINDS = {
     "gpt2": (gpt2("tiny", **SMALL), "gpt2"),
@@ -43,6 +50,7 @@ KINDS = {
     "qwen2 with windows": (llama2("tiny", **SMALL, use_bias="qkv", attention_window=3), "qwen2"),
     "qwen2 with windows in some layers": (
         llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(None, 3)), "qwen2"),
+    "gpt-oss": (GPT_OSS, "gpt_oss"),
     "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
         gpt2("tiny", **SMALL, position="rotary", rope=RopeConfig(0.5), block="parallel", tie_embeddings=False),
@@ -82,6 +90,37 @@ def test_what_is_written_is_read_exactly(name, tmp_path):
     params, same = unrolled(params), unrolled(same)  # an import scans wherever it can
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_blocks_of_mxfp4_are_read(tmp_path):
+    params = stacked_params(GPT_OSS)
+    write_folder(tmp_path, GPT_OSS, params)
+    with_fields(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})(tmp_path)
+    random, file, expected = np.random.default_rng(0), tmp_path / "model.safetensors", {}
+    tensors = safetensors.load_file(file)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors[name].shape
+        codes = random.integers(0, 16, (experts, columns, rows // 32, 32), dtype=np.uint8)
+        scales = random.integers(120, 130, codes.shape[:-1], dtype=np.uint8)
+        values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * 2.0 ** (scales[..., None] - 127.0)
+        expected[name] = values.reshape(experts, columns, rows).swapaxes(1, 2)
+        del tensors[name]
+        tensors |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+    safetensors.save_file(tensors, file)
+    _, read = read_folder(tmp_path)
+    assert len(expected) == 4
+    for layer in range(2):
+        experts, name = read[f"layers_{layer}"]["mlp"]["experts"], f"model.layers.{layer}.mlp.experts."
+        both = expected[f"{name}gate_up_proj"]
+        for part, values in (("gate", both[..., ::2]), ("input", both[..., 1::2])):
+            np.testing.assert_array_equal(experts[part]["kernel"], np.concatenate(list(values), axis=-1))
+        np.testing.assert_array_equal(experts["output"]["kernel"], np.concatenate(list(expected[f"{name}down_proj"])))
+    safetensors.save_file(tensors | {f"{name}down_proj_scales": scales[..., :1]}, file)
+    with pytest.raises(UserError, match="down_proj_blocks"):
+        read_folder(tmp_path)
+    with_fields(quantization_config={"quant_method": "fp8"})(tmp_path)
+    with pytest.raises(UserError, match="fp8"):
+        read_folder(tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path):

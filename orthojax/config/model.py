@@ -9,7 +9,8 @@ Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_singl
 NormalizerName = Literal[
     "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"
 ]
-Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "experts", "linear", "none"]
+GatedMlp = Literal["swiglu", "swiglu_clamped"]
+Mlp = Literal["gelu", "gelu_exact", "relu", GatedMlp, "experts", "linear", "none"]
 Remat = bool | Literal["dots", "full"]
 
 
@@ -76,7 +77,7 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture of experts of DeepSeek-V2 (arXiv 2405.04434, section 2.2), which layers with MLP `experts` have.
+    """The mixture of experts, which layers with MLP `experts` have; by default DeepSeek-V2's (arXiv 2405.04434).
 
     Attributes:
       num_experts: Routed experts.
@@ -85,7 +86,10 @@ class ExpertsConfig:
       d_expert: Hidden width of one expert; None means d_mlp.
       groups: Groups of routed experts; a token chooses from those with the likeliest experts.
       groups_per_token: How many groups a token chooses from.
+      normalize: Router probabilities of the chosen are divided by their sum: a softmax of the logits of these alone.
       scale: Factor of the router probabilities with which routed experts are added.
+      mlp: Kind of MLP of each expert.
+      use_bias: Biases of the router and of every linear layer of each routed expert, whatever `model.use_bias` says.
     """
 
     num_experts: int = 8
@@ -94,7 +98,10 @@ class ExpertsConfig:
     d_expert: int | None = None
     groups: int = 1
     groups_per_token: int = 1
+    normalize: bool = False
     scale: float = 1.0
+    mlp: GatedMlp = "swiglu"
+    use_bias: bool = False
 
     def __post_init__(self):
         group = "model.experts"
@@ -125,7 +132,7 @@ class ModelConfig:
       num_heads: Query heads.
       num_kv_heads: Key and value heads; None means `num_heads` (no grouping).
       d_head: Width of one head; None means d_model / num_heads.
-      d_mlp: Hidden width of the MLP (of each half for swiglu).
+      d_mlp: Hidden width of the MLP (of each half for gated ones, such as swiglu).
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
       rope: Which channels they rotate, and how they are stretched; None means all channels, and no stretching.
@@ -142,7 +149,7 @@ class ModelConfig:
       gated_norm_rank: Rank of a gate on the output of each norm of the residual stream, see
         `orthojax.model.layers.NormGate`; its paper takes 16. 0 is no gate.
       use_bias: Biases in every linear layer and `layernorm`; `qkv` has those of queries, keys and values alone,
-        `norm` those of `layernorm` alone.
+        `attention` these and that of the attention's output, `norm` those of `layernorm` alone.
       normalizer: What turns attention logits into weights; `clipped_softmax` has the gamma and zeta of
         `orthojax.ops.ClippedSoftmax`.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
@@ -151,7 +158,9 @@ class ModelConfig:
         None means all before it.
       latent: Multi-head latent attention; None makes queries, keys and values linear in the residual stream.
       mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
-        `linear` is one d_model x d_model map, `experts` a mixture of swiglu ones.
+        `linear` is one d_model x d_model map, `experts` a mixture. With u linear in x, gated ones are silu(gate) u
+        (`swiglu`), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1), g = min(gate, 7) (`swiglu_clamped`: gpt-oss,
+        arXiv 2508.10925).
       experts: The mixture of the layers whose MLP is `experts`.
       attention: Blocks attend, for all layers or one value for each.
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
@@ -202,7 +211,7 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "all"] = "none"
     norm_eps: float = 1e-5
     gated_norm_rank: int = 0
-    use_bias: bool | Literal["qkv", "norm"] = False
+    use_bias: bool | Literal["qkv", "attention", "norm"] = False
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
     attention_implementation: Literal["auto", "xla", "xla_chunked", "cudnn", "splash"] = setting(
@@ -331,13 +340,18 @@ class ModelConfig:
 
     @property
     def has_bias(self) -> bool:
-        """Biases in linear layers other than those of queries, keys and values."""
+        """Biases in linear layers other than those of attention."""
         return self.use_bias is True
+
+    @property
+    def has_output_bias(self) -> bool:
+        """A bias of the output of attention."""
+        return self.use_bias in (True, "attention")
 
     @property
     def has_qkv_bias(self) -> bool:
         """Biases of queries, keys and values."""
-        return self.use_bias in (True, "qkv")
+        return self.use_bias in (True, "qkv", "attention")
 
     @property
     def has_norm_bias(self) -> bool:

@@ -77,7 +77,8 @@ class Attention(Part):
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads * c.value_dim)(x)).reshape(heads.shape)
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
-        output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
+        output = self.dense("output", c.d_model, use_bias=c.has_output_bias, writes_residual=True)
+        output = output(heads.reshape(B, T, -1))
         logits, weights = shown or self._logits_and_weights(query, key, visible, normalizer, given)
         taps = {
             "attention_logits": logits,

@@ -18,7 +18,7 @@ _IGNORED = re.compile(
     r"_.*|.*drop(out)?|.*dropout_prob|.*_token_id|.*2label|label2id|_?num_labels|output_(attentions|hidden_states|past|router_logits|scores)|summary_.*"
     r"|architectures|attn_implementation|auto_map|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
     r"|gradient_checkpointing|init_std|initializer_range|is_decoder|is_llama_config|max_sequence_length|model_type"
-    r"|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|task_specific_params|tf_legacy_loss"
+    r"|initial_context_length|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|router_(aux_loss_coef|jitter_noise)|task_specific_params|tf_legacy_loss"
     r"|tokenizer_class|torchscript|transformers.*|unsloth_.*|use_bfloat16|use_cache"
     # How text is drawn.
     r"|bad_words_ids|.*suppress_tokens|.*_penalty|do_sample|early_stopping|(max|min)_length|max_new_tokens"
@@ -140,9 +140,11 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
         value = given.get(name) or {}
         require(isinstance(value, dict), f"{name}={value!r} is not supported", "an object of rope_type and its fields")
         rope |= value
+    theta = family.rope["rope_theta"]
+    rope = rope or {name: value for name, value in family.rope.items() if name != "rope_theta"}
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(kind in tuple(_SCALINGS), f"rope_type={kind!r} is not supported", " | ".join(_SCALINGS))
-    theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", 10_000.0)))
+    theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", theta)))
     numbers, fraction = {"rope_theta": theta}, rope.pop("partial_rotary_factor", None)
     if family.rotary_fraction is None:  # transformers rotates all channels whatever it says, or fails
         require(kind == "default" or fraction in (None, 1), f"partial_rotary_factor={fraction} is not supported", "1.0")

@@ -148,6 +148,8 @@ class Family:
     rotary: bool = True  # `rope_parameters`, or the older fields, are read
     # The share of rotated channels if no field says it; None if the foreign library reads no such field.
     rotary_fraction: float | None = None
+    # Rotary fields if a config has none, and its `rope_theta` if there is none.
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"rope_theta": 10_000.0})
     mscales: bool = False  # YaRN scales logits by `mscale` and `mscale_all_dim`
     window_switch: bool = False  # windows are on if `use_sliding_window` says so
     # Whether a layer (of a config) has a window if no `layer_types` say so; None if all have one, or none.
@@ -477,6 +479,70 @@ DEEPSEEK_V2 = Family(
     mscales=True,
     more=More(frozenset(_NAMES), _read, _write),
 )  # fmt: skip
+
+
+# gpt-oss: all experts in one tensor [E, in, out], gates and the other hidden units alternating.
+
+
+def _read_interleaved(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    return [np.moveaxis(part, 0, -2).reshape(*x.shape[1:-1], -1) for part in (x[..., ::2], x[..., 1::2])]
+
+
+def _write_interleaved(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
+    experts = _experts(c)
+    both = [np.moveaxis(part.reshape(*part.shape[:-1], experts, -1), -2, 0) for part in x]
+    return np.stack(both, axis=-1).reshape(*both[0].shape[:-1], -1)
+
+
+def _experts(c: ModelConfig) -> int:
+    return 1 if c.experts is None else c.experts.num_experts
+
+
+def _read_quantized(given: Mapping[str, Any]) -> dict[str, Any]:
+    how = given.get("quantization_config") or {"quant_method": "mxfp4"}
+    method = how.get("quant_method") if isinstance(how, dict) else how
+    require(method == "mxfp4", f"quantization_config.quant_method={method!r} is not supported", "mxfp4")
+    return {}
+
+
+_INTERLEAVED = Transform(_read_interleaved, _write_interleaved)
+_STACKED = Transform(
+    lambda x, c: (x.reshape(-1, x.shape[-1]),), lambda x, c: x[0].reshape(_experts(c), -1, x[0].shape[-1])
+)
+_MOE = "layers.{}.mlp.experts."
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _LLAMA_BASE | {"mlp": "experts", "normalizer": "learned_sink", "experts.normalize": True,
+                   "experts.mlp": "swiglu_clamped", "experts.use_bias": True},
+    {name: row for name, row in _LLAMA_FIELDS.items() if name != "mlp_bias"} | {
+        "head_dim": Same("d_head", 64),
+        "rms_norm_eps": Same("norm_eps", 1e-5),
+        "attention_bias": Choice("use_bias", {True: "attention", False: False}, True),
+        "sliding_window": Same("attention_window", 128),
+        "num_local_experts": Same("experts.num_experts", 128),
+        "num_experts_per_tok": Same("experts.per_token", 4),
+        "experts_per_token": Equal("num_experts_per_tok"),
+        "swiglu_alpha": Only((1.702,)),
+        "swiglu_limit": Only((7.0,)),
+    },
+    [
+        *_ENDS,
+        *_NORMS,
+        *_ATTENTION,
+        Weight("layers.{}.self_attn.sinks", ("layers/attention/sink",), SAME),
+        *dense_rows("layers.{}.mlp.router", "layers/mlp/router"),
+        *(Weight(_MOE + f"gate_up_proj{end}", [f"layers/mlp/experts/{part}/{leaf}" for part in ("gate", "input")],
+                 _INTERLEAVED) for end, leaf in (("", "kernel"), ("_bias", "bias"))),
+        Weight(_MOE + "down_proj", ("layers/mlp/experts/output/kernel",), _STACKED),
+        Weight(_MOE + "down_proj_bias", ("layers/mlp/bias",), SAME),
+    ],
+    rope={"rope_theta": 150_000.0, "rope_type": "yarn", "factor": 32.0, "truncate": False,
+          "original_max_position_embeddings": 4096},
+    windowed=lambda given, layer: layer % 2 == 0,
+    more=More(frozenset({"quantization_config"}), _read_quantized, lambda c: {}),
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2)
+    family.name: family
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS)
 }

@@ -39,7 +39,29 @@ def _tensors_of(folder: Path) -> Tensors:
     for path in _files(folder):
         with _opened(path) as file:
             tensors |= {name: functools.partial(_read, path, name) for name in file.keys()}
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        whole = name.removesuffix("_blocks")
+        if scales := tensors.pop(f"{whole}_scales", None):
+            tensors[whole] = functools.partial(_read_mxfp4, name, tensors.pop(name), scales)
     return tensors
+
+
+# The numbers of FP4 (E2M1), by their bits.
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
+
+
+def _read_mxfp4(name: str, blocks: Callable[[], np.ndarray], scales: Callable[[], np.ndarray]) -> np.ndarray:
+    """Reads a tensor [E, in, out] of gpt-oss from blocks [E, out, in / 32, 16] of MXFP4 and scales [E, out, in / 32].
+
+    A byte has two numbers, the first in its low bits, and 32 numbers have one scale 2^(s - 127) (OCP Microscaling
+    Formats, 2023).
+    """
+    codes, exponents = blocks(), scales()
+    fits = codes.dtype == exponents.dtype == np.uint8 and codes.shape == (*exponents.shape, 16)
+    require(fits, f"tensor {name} is {codes.dtype} {list(codes.shape)}", "blocks of MXFP4, uint8 [..., 16]")
+    values = np.ldexp(_FP4[np.stack([codes & 15, codes >> 4], axis=-1)], exponents[..., None, None].astype(int) - 127)
+    return np.swapaxes(values.reshape(*exponents.shape[:-1], -1), -1, -2)
 
 
 def _files(folder: Path) -> list[Path]:
