@@ -1,5 +1,6 @@
 """Generation with a cache: the same logits as without one, the distribution of the draws, and rolling windows."""
 
+import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,8 @@ def test_cached_logits_of_gated_channels_equal_uncached(position):
 def test_cached_logits_of_windows_by_layer_equal_uncached():
     config = llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, normalizer="learned_sink", attention_window=(3, None))
     assert_cached_equals_uncached(config)
+    more = {"block": "sandwich_norm", "qk_norm": "head", "rope_local_theta": 30.0, "attention_soft_cap": 1.5}
+    assert_cached_equals_uncached(dataclasses.replace(config, **more, final_soft_cap=3.0, scale_embeddings=True))
 
 
 def test_cached_logits_of_latent_attention_equal_uncached():

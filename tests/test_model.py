@@ -98,6 +98,23 @@ ORACLE_CONFIGS = {
         mlp=("swiglu_clamped", "experts"),
         experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True),
     ),
+    "gemma": dataclasses.replace(
+        LLAMA2,
+        d_head=6,
+        num_kv_heads=2,
+        block="sandwich_norm",
+        qk_norm="head",
+        mlp="geglu",
+        tie_embeddings=True,
+        scale_embeddings=True,
+        logits_width=9,
+        attention_soft_cap=1.5,
+        final_soft_cap=3.0,
+        attention_window=(None, 3),
+        rope_local_theta=30.0,
+        gated_norm_rank=2,
+        rope=LATENT_AND_EXPERTS.rope,
+    ),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
         **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
@@ -264,14 +281,19 @@ FIELDS = {
     "rope.high_frequency_factor": (LLAMA3, 8.0),
     "rope.truncate": (WIDE | {"rope": RopeConfig(scaling="yarn", factor=4.0, original_length=64), "d_head": 8,
                               "rope_theta": 10.0}, False),
-    "block": (LAYERNORM, "output_norm"),
+    "block": (LAYERNORM | {"block": "output_norm"}, "sandwich_norm"),
+    "rope_local_theta": (WIDE | {"attention_window": 3}, 100.0),
+    "logits_width": ({}, 3),
+    "attention_soft_cap": ({}, 0.5),
+    "final_soft_cap": ({}, 0.5),
+    "scale_embeddings": ({}, True),
     "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM | {"use_bias": "qkv"}, "attention"),
     "experts.normalize": (EXPERTS, True),
     "experts.mlp": (EXPERTS, "swiglu_clamped"),
     "experts.use_bias": (EXPERTS, True),
-    "mlp": ({"mlp": "swiglu"}, "swiglu_clamped"),
+    "mlp": ({"mlp": "swiglu"}, "geglu"),
     "attention_window": ({"attention_window": 2}, (2, None)),
     "attention_mask": ({}, "full"),
     "gated_attention": ({"gated_attention": "elementwise"}, "value"),
@@ -289,6 +311,17 @@ def test_a_field_changes_parameters_or_logits(field):
     changed = replace(base, {field: value})
     if shapes(base) == shapes(changed):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
+
+
+def test_fields_of_soft_caps_and_local_wavelengths_are_refused_where_they_say_nothing():
+    with pytest.raises(UserError, match="rope_local_theta"):
+        dataclasses.replace(TINY, position="rotary", rope_local_theta=100.0)
+    with pytest.raises(UserError, match="rope_local_theta"):
+        dataclasses.replace(TINY, attention_window=3, rope_local_theta=100.0)
+    with pytest.raises(UserError, match="cudnn"):
+        dataclasses.replace(TINY, attention_soft_cap=3.0, attention_implementation="cudnn")
+    capped = dataclasses.replace(TINY, final_soft_cap=3.0)
+    assert Transformer(capped).head_kernel({}) is None  # so that no loss multiplies hidden states by it
 
 
 @pytest.mark.slow

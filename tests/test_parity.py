@@ -35,6 +35,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 40.0, "beta_fast": 
 GPT_OSS = GROUPED | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5,
                      "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "truncate": False,
                                          "original_max_position_embeddings": 8}}  # fmt: skip
+GEMMA2 = GROUPED | {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5, "attn_logit_softcapping": 2.0,
+                    "final_logit_softcapping": 3.0}  # fmt: skip
+GEMMA3 = {name: value for name, value in GEMMA2.items() if "softcapping" not in name} | {"sliding_window_pattern": 2}
 GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 # name: (model_type, fields of its config)
 CASES = {
@@ -67,6 +70,17 @@ CASES = {
     "gpt_oss, default rope, tied": ("gpt_oss", GPT_OSS | {
         "rope_parameters": None, "tie_word_embeddings": True, "attention_bias": False, "head_dim": 8,
         "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    "gemma, one key-value head": ("gemma", SMALL | {"num_key_value_heads": 1, "head_dim": 12}),
+    "gemma, untied, biases": ("gemma", GROUPED | {"head_dim": 8, "tie_word_embeddings": False,
+                                                  "attention_bias": True}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2, full attention, no caps": ("gemma2", GEMMA2 | {
+        "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3, stretched, capped": ("gemma3_text", GEMMA3 | {
+        "final_logit_softcapping": 2.0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}),
     "pythia": ("gpt_neox", SMALL),
     "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
@@ -165,7 +179,7 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     close(our_outputs(config, params, tokens)[0], foreign_outputs(model, tokens)[0])
 
 
-@pytest.mark.parametrize("name", ["gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "gemma3"])
 def test_shards_of_bfloat16(name, tokens, tmp_path):
     transformers = pytest.importorskip("transformers")
     foreign_model(*CASES[name]).bfloat16().save_pretrained(tmp_path, max_shard_size="20KB")

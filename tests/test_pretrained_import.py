@@ -43,6 +43,7 @@ GPT_OSS = llama2(
     experts=ExpertsConfig(4, 3, normalize=True, mlp="swiglu_clamped", use_bias=True),
     rope=RopeConfig(1.0, "yarn", 8.0, 64, high_frequency_factor=32.0, truncate=False),
 )  # fmt: skip
+GEMMA = llama2("tiny", **UNROLLED, num_kv_heads=1, mlp="geglu", scale_embeddings=True, tie_embeddings=True)
 # What is written and read, and as which model_type.
 KINDS = {
     "gpt2": (gpt2("tiny", **SMALL), "gpt2"),
@@ -51,6 +52,13 @@ KINDS = {
     "qwen2 with windows in some layers": (
         llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(None, 3)), "qwen2"),
     "gpt-oss": (GPT_OSS, "gpt_oss"),
+    "gemma": (dataclasses.replace(GEMMA, block="pre_norm", tie_embeddings=False), "gemma"),
+    "gemma 2": (dataclasses.replace(
+        GEMMA, block="sandwich_norm", attention_window=(3, None), attention_soft_cap=20.0, final_soft_cap=5.0,
+        logits_width=9), "gemma2"),
+    "gemma 3": (dataclasses.replace(
+        GEMMA, block="sandwich_norm", attention_window=(None, 3), rope_local_theta=100.0, qk_norm="head",
+        rope=RopeConfig(scaling="linear", factor=4.0)), "gemma3_text"),
     "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
         gpt2("tiny", **SMALL, position="rotary", rope=RopeConfig(0.5), block="parallel", tie_embeddings=False),
@@ -82,6 +90,9 @@ SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "deeps
 def test_what_is_written_is_read_exactly(name, tmp_path):
     config, model_type = KINDS[name]
     params = stacked_params(config)
+    if model_type.startswith("gemma"):  # whose files have w for a scale of 1 + w
+        keep = lambda path, leaf: 0.5 + abs(leaf) if "scale" in jax.tree_util.keystr(path) else leaf  # noqa: E731
+        params = jax.tree_util.tree_map_with_path(keep, params)
     assert write_folder(tmp_path / "model", config, params) == model_type
     read, same = read_folder(tmp_path / "model")
     assert computed_as(read) == computed_as(config)
@@ -242,6 +253,14 @@ PUBLISHED = {
                                                   "max_window_layers": 1}, (None, 5)),
     "Qwen 3, layers named": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
                                        "layer_types": [*SLIDING[:1], *FULL[:1]]}, (5, None)),
+    "Gemma 2": ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid", "hidden_act":
+                           "gelu_pytorch_tanh"}, (4096, None)),
+    "Gemma 3": ("gemma3_text", {"sliding_window_pattern": 2, "rope_local_base_freq": 10000, "rope_scaling": None,
+                                "rope_theta": 1000000, "use_bidirectional_attention": False,
+                                "sliding_window": 512}, (512, None)),
+    "gpt-oss": ("gpt_oss", {"initial_context_length": 4096, "router_aux_loss_coef": 0.9,
+                            "experts_per_token": 4, "num_experts_per_tok": 4,
+                            "attention_bias": True, "swiglu_limit": 7.0}, (128, None)),
     "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
     "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
                                   "rotary_pct": 0.5}, None),

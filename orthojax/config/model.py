@@ -9,7 +9,7 @@ Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_singl
 NormalizerName = Literal[
     "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"
 ]
-GatedMlp = Literal["swiglu", "swiglu_clamped"]
+GatedMlp = Literal["swiglu", "geglu", "swiglu_clamped"]
 Mlp = Literal["gelu", "gelu_exact", "relu", GatedMlp, "experts", "linear", "none"]
 Remat = bool | Literal["dots", "full"]
 
@@ -135,6 +135,8 @@ class ModelConfig:
       d_mlp: Hidden width of the MLP (of each half for gated ones, such as swiglu).
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
+      rope_local_theta: That of layers with a window, whose positions are then not stretched (Gemma 3, arXiv
+        2503.19786); None means that of the others.
       rope: Which channels they rotate, and how they are stretched; None means all channels, and no stretching.
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
       attention_norm: Attention has a norm, for all layers or one value for each.
@@ -142,7 +144,8 @@ class ModelConfig:
       block: Places of norms and order of the parts. `pre_norm`: x = x + f(norm(x)), and a final norm. `post_norm`:
         x = norm(x + f(x)), and no final norm (arXiv 2002.04745). `output_norm`: x = x + norm(f(x)), and a final norm
         (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own
-        (GPT-NeoX, arXiv 2204.06745).
+        (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x))), and a final norm (Gemma 2, arXiv
+        2408.00118).
       qk_norm: A norm on queries and keys before positions: for each head over its channels, with one scale for all
         heads, or over all heads at once.
       norm_eps: Added to the variance inside every norm.
@@ -153,14 +156,17 @@ class ModelConfig:
       normalizer: What turns attention logits into weights; `clipped_softmax` has the gamma and zeta of
         `orthojax.ops.ClippedSoftmax`.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
+      logits_width: Attention logits are products of queries and keys over the root of this; None means d_head.
+      attention_soft_cap: Attention logits x become c tanh(x / c) with this c; None caps nothing.
+      final_soft_cap: The same for the logits of the next token (Gemma 2, arXiv 2408.00118).
       attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
       attention_window: Each query sees this many keys at most, its own the last, in all layers or one value for each;
         None means all before it.
       latent: Multi-head latent attention; None makes queries, keys and values linear in the residual stream.
       mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
         `linear` is one d_model x d_model map, `experts` a mixture. With u linear in x, gated ones are silu(gate) u
-        (`swiglu`), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1), g = min(gate, 7) (`swiglu_clamped`: gpt-oss,
-        arXiv 2508.10925).
+        (`swiglu`), gelu(gate) u (`geglu`, by tanh), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1) with
+        g = min(gate, 7) (`swiglu_clamped`: gpt-oss, arXiv 2508.10925).
       experts: The mixture of the layers whose MLP is `experts`.
       attention: Blocks attend, for all layers or one value for each.
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
@@ -170,6 +176,7 @@ class ModelConfig:
         (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
         `orthojax.model.attention.value_gated`.
       tie_embeddings: Use the token embedding as the output head.
+      scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
       embedding_projection: Learned d_model x d_model products, orthogonal at the start, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` multiplies them out.
       fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
@@ -203,17 +210,21 @@ class ModelConfig:
     d_mlp: int = 512
     position: Literal["learned", "rotary", "none"] = "learned"
     rope_theta: float = 10_000.0
+    rope_local_theta: float | None = None
     rope: RopeConfig | None = None
     norm: Norm = "rmsnorm_single"
     attention_norm: bool | tuple[bool, ...] = True
     mlp_norm: bool | tuple[bool, ...] = True
-    block: Literal["pre_norm", "post_norm", "output_norm", "parallel"] = "pre_norm"
+    block: Literal["pre_norm", "post_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
     qk_norm: Literal["none", "head", "all"] = "none"
     norm_eps: float = 1e-5
     gated_norm_rank: int = 0
     use_bias: bool | Literal["qkv", "attention", "norm"] = False
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
+    logits_width: int | None = None
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
     attention_implementation: Literal["auto", "xla", "xla_chunked", "cudnn", "splash"] = setting(
         "auto", affects="computation"
     )
@@ -224,6 +235,7 @@ class ModelConfig:
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool | Literal["elementwise", "value"] = False
     tie_embeddings: bool = True
+    scale_embeddings: bool = False
     embedding_projection: bool = False
     fixed_rotation: bool = False
     attention_mask: Literal["causal", "full", "prefix"] = "causal"
@@ -240,14 +252,14 @@ class ModelConfig:
 
     def __post_init__(self):
         check_types(self, "model")
-        require_each(self, "model", "vocab_size max_length", lambda count: count > 0, "a positive number")
+        require_each(self, "model", "vocab_size max_length logits_width", lambda count: count > 0, "a positive number")
         windows = self.attention_window if isinstance(self.attention_window, tuple) else (self.attention_window,)
         positive = all(window is None or window > 0 for window in windows)
         require(positive, f"model.attention_window={self.attention_window}", "a positive number, or none")
         # More is a typo, and would take minutes to trace.
         require_each(self, "model", "d_model num_heads d_mlp d_head", lambda size: 0 < size <= 2**20, "1 to 2**20")
         require_each(self, "model", "num_layers", lambda count: 0 < count <= 2**12, "1 to 2**12")
-        positive = "norm_eps rope_theta init_std embedding_init_std"
+        positive = "norm_eps rope_theta rope_local_theta attention_soft_cap final_soft_cap init_std embedding_init_std"
         require_each(self, "model", positive, lambda x: x > 0.0, "a finite positive number")
         require_each(self, "model", "normalizer_n", lambda n: n >= 0.0, "a finite number >= 0")
         relaxed = f"0 to model.max_length={self.max_length}"
@@ -261,7 +273,9 @@ class ModelConfig:
         require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
         without = f"model.gated_norm_rank={self.gated_norm_rank} with model.norm='none'"
         require(not self.gated_norm_rank or self.norm != "none", without, "0, or a norm")
-        self._check_heads()
+        capped = "model.attention_soft_cap with model.attention_implementation='cudnn', which has none"
+        by_cudnn = self.attention_implementation == "cudnn"
+        require(self.attention_soft_cap is None or not by_cudnn, capped, "auto | xla | xla_chunked | splash")
         both = "model.fixed_rotation with model.embedding_projection"
         require(not (self.fixed_rotation and self.embedding_projection), both, "one of them")
         require(
@@ -279,6 +293,7 @@ class ModelConfig:
                 f"model.{name}={value} differs between layers, which a scan over layers cannot express",
                 "model.scan_layers=false, or equal layers",
             )
+        self._check_heads()
         require(
             self.experts is not None or not self.has_experts,
             "model.mlp='experts' without model.experts",
@@ -302,6 +317,9 @@ class ModelConfig:
             f"model.position='rotary' rotates {self.rotary_channels} of the {self.head_dim} channels of a head",
             "an even number, or position 'learned' or 'none'",
         )
+        windowed = any(self.layer_window(layer) for layer in range(self.num_layers))
+        local = f"model.rope_local_theta={self.rope_local_theta} without rotary positions and a window"
+        require(self.rope_local_theta is None or (self.position == "rotary" and windowed), local, "none")
         require(
             self.rope is None or self.rope.scaling != "yarn" or self.rope_theta > 1.0,
             f"model.rope_theta={self.rope_theta} with model.rope.scaling='yarn'",
@@ -374,6 +392,12 @@ class ModelConfig:
     def layer_window(self, layer: int) -> int | None:
         """The most keys that a query of one layer sees; None for all before it."""
         return self.attention_window[layer] if isinstance(self.attention_window, tuple) else self.attention_window
+
+    def layer_rope(self, layer: int) -> tuple[float, RopeConfig | None]:
+        """Base wavelength of rotary positions of one layer, and how they are stretched."""
+        if self.rope_local_theta is None or self.layer_window(layer) is None:
+            return self.rope_theta, self.rope
+        return self.rope_local_theta, None
 
     def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
         """Returns whether a layer has attention or an MLP, with a norm."""

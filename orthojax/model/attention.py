@@ -44,7 +44,7 @@ class Attention(Part):
             key, value = cached.joined(key, value)
             query_positions, key_positions = cached.slots.query_positions, cached.slots.key_positions
         if c.position == "rotary":
-            turned = {"frequencies": _frequencies(c), "scale": _scales(c)[0]}
+            turned = {"frequencies": _frequencies(c, self.layer), "scale": _scales(c, self.layer)[0]}
             query = rotary(query, query_positions, **turned)
             key = rotary(key, key_positions, **turned)
         if self.round_kv is not None:
@@ -53,7 +53,7 @@ class Attention(Part):
             key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
-        span = c.layer_window(self.layer)
+        span, cap, bias, shown = c.layer_window(self.layer), c.attention_soft_cap, given.attention_bias, None
         visible = attention_mask(c, T, prefix, self.layer) if cached is None else cached.slots.within(span)
         normalizer = self._normalizer()
         masked = c.relaxed_causal_tokens > 1 or cached is not None or prefix is not None
@@ -62,12 +62,12 @@ class Attention(Part):
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         if cached is not None and implementation in ("cudnn", "splash"):
             implementation = None  # a kernel may refuse one query, or an odd number of them
-        bias, shown = given.attention_bias, None
-        if given.forced_share is None:
+        # Kernels cap after the bias, which must not be capped if it hides keys.
+        if given.forced_share is None and (bias is None or cap is None):
             mask = visible if masked else None
-            options = {"normalizer": normalizer, "scale": _scales(c)[1], "implementation": implementation}
+            options = {"normalizer": normalizer, "scale": _scales(c, self.layer)[1], "implementation": implementation}
             options |= {"is_causal": not masked and c.attention_mask != "full", "local_window_size": window}
-            heads = dot_product_attention(query, key, value, bias, mask, **options)
+            heads = dot_product_attention(query, key, value, bias, mask, logits_soft_cap=cap, **options)
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
@@ -134,7 +134,8 @@ class Attention(Part):
         self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
     ) -> tuple[jax.Array, jax.Array]:
         # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
-        logits = attention_logits(query, key, scale=_scales(self.config)[1])
+        c = self.config
+        logits = attention_logits(query, key, scale=_scales(c, self.layer)[1], logits_soft_cap=c.attention_soft_cap)
         biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
         return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)
 
@@ -202,9 +203,9 @@ def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = 
     return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.layer_window(layer))
 
 
-def _frequencies(config: ModelConfig) -> jax.Array:
-    c, rope = config, config.rope
-    plain = rotary_frequencies(c.rotary_channels, c.rope_theta)
+def _frequencies(config: ModelConfig, layer: int) -> jax.Array:
+    channels, (theta, rope) = config.rotary_channels, config.layer_rope(layer)
+    plain = rotary_frequencies(channels, theta)
     if rope is None or rope.scaling == "none":
         return plain
     if rope.scaling == "linear":
@@ -212,12 +213,12 @@ def _frequencies(config: ModelConfig) -> jax.Array:
     factors = (rope.factor, rope.original_length, rope.low_frequency_factor, rope.high_frequency_factor)
     if rope.scaling == "llama3":
         return llama3_frequencies(plain, *factors)
-    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors, rope.truncate)
+    return yarn_frequencies(channels, theta, *factors, rope.truncate)
 
 
-def _scales(config: ModelConfig) -> tuple[float, float]:
+def _scales(config: ModelConfig, layer: int) -> tuple[float, float]:
     """Returns the factors of rotated channels, and of the products of queries and keys."""
-    rope, rotated, products = config.rope, 1.0, config.head_dim**-0.5
+    (_, rope), rotated, products = config.layer_rope(layer), 1.0, (config.logits_width or config.head_dim) ** -0.5
     if rope is not None and rope.scaling == "yarn":
         everywhere = yarn_mscale(rope.factor, rope.mscale_all)
         rotated, products = yarn_mscale(rope.factor, rope.mscale) / everywhere, products * everywhere**2

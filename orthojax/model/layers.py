@@ -143,6 +143,7 @@ _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
     "swiglu": lambda hidden, gate: jax.nn.silu(gate) * hidden,
+    "geglu": lambda hidden, gate: jax.nn.gelu(gate) * hidden,
     "swiglu_clamped": _swiglu_clamped,
 }
 

@@ -11,12 +11,12 @@ from typing import Any
 from orthojax.config import ModelConfig, RopeConfig, fields_affecting, flatten, from_flat, require
 from orthojax.errors import UserError
 from orthojax.ops.rotary import yarn_mscale
-from orthojax.pretrained.families import Choice, Equal, Family, Only, integer
+from orthojax.pretrained.families import Choice, Equal, Family, Only, Same, integer
 
 # Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
 _IGNORED = re.compile(
     r"_.*|.*drop(out)?|.*dropout_prob|.*_token_id|.*2label|label2id|_?num_labels|output_(attentions|hidden_states|past|router_logits|scores)|summary_.*"
-    r"|architectures|attn_implementation|auto_map|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
+    r"|architectures|attn_implementation|auto_map|cache_implementation|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
     r"|gradient_checkpointing|init_std|initializer_range|is_decoder|is_llama_config|max_sequence_length|model_type"
     r"|initial_context_length|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|router_(aux_loss_coef|jitter_noise)|task_specific_params|tf_legacy_loss"
     r"|tokenizer_class|torchscript|transformers.*|unsloth_.*|use_bfloat16|use_cache"
@@ -30,7 +30,7 @@ _IGNORED = re.compile(
 # Fields that say nothing with this value, and something with another one; None says nothing in any field.
 _NOTHING = {
     "add_cross_attention": False, "is_causal": True, "is_encoder_decoder": False, "pruned_heads": {},
-    "tie_encoder_decoder": False, "use_mrope": False,
+    "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
 }  # fmt: skip
 _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # whose arithmetic comes before the check of types
 
@@ -62,7 +62,8 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     _require_known(family, given)
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]
-    fields = (_read_rotary(family, given, fields.get("max_length")) if family.rotary else {}) | fields
+    read_rotary = _read_local_rotary if family.local_rope else _read_rotary
+    fields = (read_rotary(family, given, fields.get("max_length")) if family.rotary else {}) | fields
     if family.more is not None:
         fields |= family.more.read(given)
     if isinstance(fields.get("d_head"), int) and fields["d_head"] * fields["num_heads"] == fields["d_model"]:
@@ -72,6 +73,8 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     # Before layers are counted one by one.
     require(0 < fields["num_layers"] <= 2**12, f"a model of {fields['num_layers']} layers", "1 to 4096")
     fields |= _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
+    if fields["attention_window"] is None:
+        fields.pop("rope_local_theta", None)
     return from_flat(ModelConfig, fields)
 
 
@@ -113,7 +116,10 @@ def _read_window(family: Family, given: Mapping[str, Any], window: int | None, n
 def _write_window(family: Family, config: ModelConfig) -> dict[str, Any]:
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
     window = next((window for window in windows if window is not None), None)
-    given: dict[str, Any] = {"sliding_window": window} if "sliding_window" in family.fields else {}
+    row, given = family.fields.get("sliding_window"), {}
+    if isinstance(row, Same):
+        unused = row.default if family.windowed and not family.window_switch else None  # which transformers asks for
+        given = {"sliding_window": unused if window is None else window}
     if family.window_switch:  # and for libraries that read no `layer_types`, the first layer with a window
         given |= {"use_sliding_window": window is not None}
         given |= {"max_window_layers": windows.index(window) if window is not None else config.num_layers}
@@ -132,6 +138,17 @@ _SCALINGS = {
 }
 _MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
 _ORIGINAL = "original_max_position_embeddings"
+
+
+def _read_local_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
+    """Reads rotary fields of which layers with a window have their own, plain ones."""
+    rope, theta = given.get("rope_parameters") or {}, given.get("rope_local_base_freq", 10_000.0)
+    if isinstance(rope, dict) and rope.keys() & set(_KINDS):
+        local, rope = (rope.get(kind) or {} for kind in reversed(_KINDS))
+        plain = isinstance(local, dict) and local.get("rope_type", "default") == "default"
+        require(plain, f"rope_parameters.{_KINDS[1]}={local} is not supported", "rope_type default")
+        theta = local.get("rope_theta", theta)
+    return _read_rotary(family, dict(given) | {"rope_parameters": rope}, max_length) | {"rope_local_theta": theta}
 
 
 def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
@@ -203,6 +220,9 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
         given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
     if family.rotary_fraction is not None:
         given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
+    if family.local_rope:
+        theta = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
+        given = dict(zip(_KINDS, (given, {"rope_type": "default", "rope_theta": theta}), strict=True))
     return {"rope_parameters": given}
 
 
@@ -244,12 +264,15 @@ def computed_as(config: ModelConfig) -> ModelConfig:
         unread |= {"max_length"}
     if config.position != "rotary":
         unread |= {"rope", "rope_theta"}
+    if config.rope_local_theta == config.rope_theta and (config.rope is None or config.rope.scaling == "none"):
+        unread |= {"rope_local_theta"}
     if config.normalizer != "softmax_n":
         unread |= {"normalizer_n"}
     if not config.has_experts:
         unread |= {"experts"}
     changes: dict[str, Any] = {name: getattr(plain, name) for name in unread}
     changes |= {"num_kv_heads": config.kv_heads, "d_head": config.head_dim}
+    changes |= {"logits_width": config.logits_width or config.head_dim}
     if config.rope == RopeConfig():
         changes["rope"] = None
     if config.latent is not None:

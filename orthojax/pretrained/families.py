@@ -154,6 +154,7 @@ class Family:
     window_switch: bool = False  # windows are on if `use_sliding_window` says so
     # Whether a layer (of a config) has a window if no `layer_types` say so; None if all have one, or none.
     windowed: Callable[[Mapping[str, Any], int], bool] | None = None
+    local_rope: bool = False  # `rope_parameters` has an object for layers with windows, and one for the others
     more: More | None = None
 
 
@@ -542,7 +543,88 @@ GPT_OSS = Family(
     windowed=lambda given, layer: layer % 2 == 0,
     more=More(frozenset({"quantization_config"}), _read_quantized, lambda c: {}),
 )  # fmt: skip
+# Gemma. There norms have w for a scale of 1 + w: ours is read back exactly if it is 0.5 or more, as w is then.
+
+
+def _read_size(given: Mapping[str, Any]) -> dict[str, Any]:
+    size, window = given.get("sliding_window_size"), given.get("sliding_window", 4096)
+    require(size in (None, window), f"sliding_window_size={size} is not supported", f"{window}")
+    return {}
+
+
+_ONE_MORE = Transform(lambda x, c: (x.astype(np.float32) + 1,), lambda x, c: x[0].astype(np.float32) - 1)
+_GEMMA_BASE = _LLAMA_BASE | {"mlp": "geglu", "scale_embeddings": True}
+_GELU = Only(("gelu_pytorch_tanh", "gelu", "gelu_new", None))  # the approximation by tanh, whatever it says
+_GEMMA_FIELDS = {name: row for name, row in _LLAMA_FIELDS.items() if name != "mlp_bias"} | {
+    "head_dim": Same("d_head", 256),
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    "attention_bias": Choice("use_bias", {False: False, True: "attention"}, False),
+    "tie_word_embeddings": Same("tie_embeddings", True),
+}
+_GEMMA2_FIELDS = _GEMMA_FIELDS | {
+    "hidden_act": Only(("gelu_pytorch_tanh", None)),
+    "hidden_activation": Only(("gelu_pytorch_tanh",)),
+    "query_pre_attn_scalar": Same("logits_width", 256),
+    "attn_logit_softcapping": Same("attention_soft_cap", 50.0),
+    "final_logit_softcapping": Same("final_soft_cap", 30.0),
+    "sliding_window": Same("attention_window", 4096),
+}
+_GEMMA2_WEIGHTS = [
+    *_ENDS,
+    *_ATTENTION,
+    *_GATED,
+    *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
+    *norm_rows("layers.{}.post_attention_layernorm", "layers/attention_output_norm"),
+    *norm_rows("layers.{}.pre_feedforward_layernorm", "layers/mlp_norm"),
+    *norm_rows("layers.{}.post_feedforward_layernorm", "layers/mlp_output_norm"),
+]
+
+
+def _one_more(rows: Sequence[Weight]) -> list[Weight]:
+    return [row._replace(how=_ONE_MORE) if row.here[0].endswith("norm/scale") else row for row in rows]
+
+
+GEMMA = Family("gemma", "GemmaForCausalLM", _GEMMA_BASE, _GEMMA_FIELDS, _one_more(_LLAMA_WEIGHTS))
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _GEMMA_BASE | {"block": "sandwich_norm"},
+    _GEMMA2_FIELDS,
+    _one_more(_GEMMA2_WEIGHTS),
+    windowed=lambda given, layer: layer % 2 == 0,
+    more=More(frozenset({"sliding_window_size"}), _read_size, lambda c: {}),
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _GEMMA_BASE | {"block": "sandwich_norm", "qk_norm": "head"},
+    _GEMMA2_FIELDS | {
+        "attn_logit_softcapping": Only((None,)),  # of which the implementation takes no notice
+        "final_logit_softcapping": Same("final_soft_cap", None),
+    },
+    _one_more(_GEMMA2_WEIGHTS),
+    rope={"rope_theta": 1_000_000.0},
+    windowed=lambda given, layer: (layer + 1) % integer(given, "sliding_window_pattern", 6) != 0,
+    local_rope=True,
+    more=More(frozenset({"sliding_window_pattern", "rope_local_base_freq"}), lambda given: {}, lambda c: {}),
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
     family.name: family
-    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS)
+    for family in (
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        OLMO,
+        OLMO2,
+        GPT_NEOX,
+        OPT,
+        DEEPSEEK_V2,
+        GPT_OSS,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+    )
 }
