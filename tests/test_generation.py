@@ -95,6 +95,24 @@ def test_cached_logits_of_windows_by_layer_equal_uncached():
     assert_cached_equals_uncached(dataclasses.replace(config, **more, final_soft_cap=3.0, scale_embeddings=True))
 
 
+def test_cached_logits_of_rotary_layers_equal_uncached():
+    rope = RopeConfig(1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
+    assert_cached_equals_uncached(llama2("tiny", **SMALL | UNROLLED, rotary_layers=(False, True), rope=rope))
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_keys_of_a_cache_are_rotated_for_the_length_so_far(scaling):
+    factors = {"short_factors": (1.0, 2.0), "long_factors": (2.0, 3.0)} if scaling == "longrope" else {}
+    # Of one layer, since what later layers read was computed when the text was shorter.
+    config = llama2("tiny", **SMALL | {"num_layers": 1}, rope=RopeConfig(1.0, scaling, 4.0, 8, **factors))
+    params = stacked_params(config)
+    logits, _ = cached(config, params, TOKENS, init_cache(config, len(TOKENS), 14))
+    for length in (7, 8, 9, T):
+        expected = uncached(config, params, TOKENS[:, :length])[:, -1]
+        np.testing.assert_allclose(logits[:, length - 1], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(logits[:, 7] - uncached(config, params, TOKENS)[:, 7]).max() > 1e-3
+
+
 def test_cached_logits_of_latent_attention_equal_uncached():
     rope = RopeConfig(scaling="yarn", factor=4.0, original_length=8, high_frequency_factor=32.0, mscale=0.7,
                       mscale_all=0.5)  # fmt: skip

@@ -271,6 +271,7 @@ def test_stacking_twelve_layers_is_inverted_by_unstacking():
 WIDE = {"position": "rotary", "d_model": 16}
 LLAMA3 = WIDE | {"rope": RopeConfig(scaling="llama3", factor=8.0, original_length=16)}
 LAYERNORM = {"norm": "layernorm"}
+LONGROPE = RopeConfig(1.0, "longrope", 4.0, 4, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
 EXPERTS = {"mlp": "experts", "experts": ExpertsConfig(num_experts=4)}
 FIELDS = {
     # path: (what the base needs for the field to matter, the new value)
@@ -281,6 +282,11 @@ FIELDS = {
     "rope.high_frequency_factor": (LLAMA3, 8.0),
     "rope.truncate": (WIDE | {"rope": RopeConfig(scaling="yarn", factor=4.0, original_length=64), "d_head": 8,
                               "rope_theta": 10.0}, False),
+    "rope.short_factors": (WIDE | {"rope": dataclasses.replace(LONGROPE, original_length=16)}, (4.0, 3.0)),
+    "rope.long_factors": (WIDE | {"rope": LONGROPE}, (4.0, 3.0)),
+    "rope.mscale": (WIDE | {"rope": LONGROPE}, 0.5),
+    "rope.factor": (WIDE | {"rope": RopeConfig(1.0, "dynamic", 2.0, 4)}, 4.0),
+    "rotary_layers": (WIDE, (True, False)),
     "block": (LAYERNORM | {"block": "output_norm"}, "sandwich_norm"),
     "rope_local_theta": (WIDE | {"attention_window": 3}, 100.0),
     "logits_width": ({}, 3),
@@ -313,11 +319,16 @@ def test_a_field_changes_parameters_or_logits(field):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
 
 
-def test_fields_of_soft_caps_and_local_wavelengths_are_refused_where_they_say_nothing():
+def test_fields_of_published_models_are_refused_where_they_say_nothing():
     with pytest.raises(UserError, match="rope_local_theta"):
         dataclasses.replace(TINY, position="rotary", rope_local_theta=100.0)
     with pytest.raises(UserError, match="rope_local_theta"):
         dataclasses.replace(TINY, attention_window=3, rope_local_theta=100.0)
+    with pytest.raises(UserError, match="rotary_layers"):
+        dataclasses.replace(TINY, rotary_layers=(True, False))
+    for scaling, factors in (("longrope", ()), ("linear", (1.0, 2.0))):
+        with pytest.raises(UserError, match="short_factors"):
+            RopeConfig(scaling=scaling, short_factors=factors, long_factors=factors)
     with pytest.raises(UserError, match="cudnn"):
         dataclasses.replace(TINY, attention_soft_cap=3.0, attention_implementation="cudnn")
     capped = dataclasses.replace(TINY, final_soft_cap=3.0)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 import weakref
 from functools import partial
@@ -59,6 +60,16 @@ KINDS = {
     "gemma 3": (dataclasses.replace(
         GEMMA, block="sandwich_norm", attention_window=(None, 3), rope_local_theta=100.0, qk_norm="head",
         rope=RopeConfig(scaling="linear", factor=4.0)), "gemma3_text"),
+    "biases of attention": (llama2("tiny", **SMALL, use_bias="attention"), "llama"),
+    "all biases": (llama2("tiny", **SMALL, use_bias=True), "llama"),
+    "qwen3 moe": (llama2("tiny", **UNROLLED, qk_norm="head", mlp=("swiglu", "experts"), use_bias="attention",
+                         experts=ExpertsConfig(4, d_expert=5, normalize=True)), "qwen3_moe"),
+    "mixtral": (llama2("tiny", **SMALL, mlp="experts", experts=ExpertsConfig(4, normalize=True)), "mixtral"),
+    "olmoe": (llama2("tiny", **SMALL, mlp="experts", qk_norm="all", experts=ExpertsConfig(4)), "olmoe"),
+    "phi3": (llama2("tiny", **SMALL, num_kv_heads=1, rope=RopeConfig(
+        0.5, "longrope", 4.0, 64, mscale=0.7, short_factors=(1.5,), long_factors=(3.0,))), "phi3"),
+    "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
+    "dynamic": (llama2("tiny", **SMALL, rope=RopeConfig(1.0, "dynamic", 4.0, 16)), "llama"),
     "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
         gpt2("tiny", **SMALL, position="rotary", rope=RopeConfig(0.5), block="parallel", tie_embeddings=False),
@@ -261,6 +272,19 @@ PUBLISHED = {
     "gpt-oss": ("gpt_oss", {"initial_context_length": 4096, "router_aux_loss_coef": 0.9,
                             "experts_per_token": 4, "num_experts_per_tok": 4,
                             "attention_bias": True, "swiglu_limit": 7.0}, (128, None)),
+    "Phi-3 mini": ("phi3", {"original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047,
+                            "auto_map": {}, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, 2047),
+    "Phi-4 mini": ("phi3", {
+        "original_max_position_embeddings": 4096, "max_position_embeddings": 131072, "sliding_window": 262144,
+        "partial_rotary_factor": 0.75, "head_dim": 8, "full_attn_mod": 1, "interpolate_factor": 1,
+        "lm_head_bias": False, "mlp_bias": False, "attention_bias": False,
+        "rope_scaling": {"type": "longrope", "long_factor": [1, 2.0, 3], "short_factor": [1.0] * 3}}, 262144),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "layer_types": FULL,
+                            "max_window_layers": 28, "rope_scaling": None, "sliding_window": None,
+                            "use_sliding_window": False}, None),
+    "Qwen 3 MoE": ("qwen3_moe", {"decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [],
+                                 "norm_topk_prob": True, "num_experts": 128, "router_aux_loss_coef": 0.001,
+                                 "sliding_window": None, "use_sliding_window": False}, None),
     "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
     "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
                                   "rotary_pct": 0.5}, None),
@@ -303,6 +327,7 @@ def test_rotary_positions_of_a_llama_are_those_of_transformers():
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 STRETCHED = RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0)
 EXPERTS = {"q_lora_rank": None, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 12,
@@ -329,6 +354,18 @@ ROPES = {
         {"model_type": "deepseek_v2", **EXPERTS, "rope_scaling": YARN | {"mscale": 0.3, "mscale_all_dim": 0.7,
                                                               "attention_factor": 1.2 / EVERYWHERE}},
         dataclasses.replace(STRETCHED, mscale=round(2.0 / math.log(4.0), 12), mscale_all=0.7)),
+    "mscales without a factor of all logits": (
+        {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.2}},
+        dataclasses.replace(STRETCHED, mscale=round((EVERYWHERE / (0.02 * math.log(4.0) + 1.0) - 1.0)
+                                                    / (0.1 * math.log(4.0)), 12))),
+    "one of two mscales, of which others take no notice": ({"rope_scaling": YARN | {"mscale": 0.7}}, STRETCHED),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeConfig(1.0, "dynamic", 2.0, 64)),
+    "longrope, its older name": (
+        {"original_max_position_embeddings": 16, "rope_scaling": LONG | {"type": "su"}},
+        RopeConfig(1.0, "longrope", 4.0, 16, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))),
+    "longrope with a factor of rotated channels": (
+        {"rope_parameters": LONG | {"factor": 2.0, "original_max_position_embeddings": 4, "attention_factor": 1.5}},
+        RopeConfig(1.0, "longrope", 2.0, 4, mscale=2.5, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))),
     "gpt-oss's bounds": ({"rope_scaling": YARN | {"truncate": False}}, dataclasses.replace(STRETCHED, truncate=False)),
 }  # fmt: skip
 
@@ -354,6 +391,12 @@ def test_rotary_scaling_is_that_of_transformers(name):
         ({"truncate": 1}, "truncate=1"),
         ({"original_max_position_embeddings": "16"}, "original_max_position_embeddings"),
         ({"factor": None}, "factor"),
+        ({"mscale": "x", "mscale_all_dim": 1.0}, "mscale"),
+        ({"mscale": 0.2, "mscale_all_dim": 0.7}, "attention_factor"),
+        (LONG | {"short_factor": None}, "short_factor"),
+        (LONG | {"short_factor": [1.0], "long_factor": [2.0]}, "2 of each"),
+        (LONG | {"attention_factor": 0.5}, r"attention_factor=0\.5"),
+        ({"rope_type": "dynamic", "original_max_position_embeddings": 16}, "original_max_position_embeddings"),
     ],
 )
 def test_unsupported_rotary_scaling_is_refused(fields, name):
@@ -419,6 +462,17 @@ def test_reading_holds_one_tensor_beside_the_model():
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(alive) == 9 * config.num_layers
     assert most <= 2  # the one before may still be on its way to the device
+
+
+@pytest.mark.parametrize(("name", "near"), [("gemma4", "gemma"), ("mistral3", "mistral"), ("zyx", ""), (7, "")])
+def test_another_family_is_refused_with_the_nearest_and_what_takes_any_model(name, near, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(UserError, match=re.escape(repr(name))) as refused:
+        read_folder(tmp_path)
+    _, allowed, hint = str(refused.value).splitlines()
+    assert "gpt2 | llama" in allowed
+    assert "orthojax.analysis.summarize" in hint
+    assert f"did you mean '{near}" in hint if near else hint.startswith("orthojax")
 
 
 @pytest.mark.parametrize("another", [False, True])

@@ -22,16 +22,20 @@ class RopeConfig:
       fraction: Share of a head's channels that are rotated, the first ones.
       scaling: How frequencies are lowered.
       factor: By how much.
-      original_length: Length before that, for `llama3` and `yarn`.
+      original_length: Length before that, for all but `linear`. In longer texts, frequencies of `dynamic` and
+        `longrope` are others.
       low_frequency_factor: `llama3` and `yarn` lower frequencies of wavelengths above original_length / this in full.
       high_frequency_factor: They do not lower frequencies of wavelengths below original_length / this.
       mscale: `yarn` multiplies rotated channels by m(mscale) / m(mscale_all), with m(k) = 0.1 k ln(factor) + 1.
+        `longrope` by sqrt(1 + mscale ln(factor) / ln(original_length)).
       mscale_all: `yarn` multiplies all logits by m(mscale_all)^2.
       truncate: `yarn` rounds the two pairs of channels between which it interpolates outwards.
+      short_factors: By which `longrope` divides the frequency of each pair of channels, in texts up to original_length.
+      long_factors: The same in longer texts.
     """
 
     fraction: float = 1.0
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
     factor: float = 1.0
     original_length: int = 8192
     low_frequency_factor: float = 1.0
@@ -39,6 +43,8 @@ class RopeConfig:
     mscale: float = 1.0
     mscale_all: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         group = "model.rope"
@@ -46,6 +52,12 @@ class RopeConfig:
         require_each(self, group, "fraction", lambda x: 0.0 < x <= 1.0, "above 0, 1 at most")
         require_each(self, group, "factor", lambda x: x >= 1.0, "a finite number >= 1")
         require_each(self, group, "original_length", lambda size: size > 0, "a positive number")
+        positive = lambda factors: all(x > 0.0 for x in factors)  # noqa: E731
+        require_each(self, group, "short_factors long_factors", positive, "positive numbers")
+        both = bool(self.short_factors and self.long_factors and self.original_length > 1)
+        fits = both if self.scaling == "longrope" else not (self.short_factors or self.long_factors)
+        problem = f"{group}.scaling={self.scaling!r} and short_factors, long_factors"
+        require(fits, problem, "both with 'longrope' and an original_length above 1, or none")
         require_each(self, group, "mscale mscale_all", lambda x: x >= 0.0, "a finite number >= 0")
         low = self.low_frequency_factor
         require_each(self, group, "low_frequency_factor", lambda x: x > 0.0, "a finite positive number")
@@ -137,6 +149,8 @@ class ModelConfig:
       rope_theta: Base wavelength of rotary positions.
       rope_local_theta: That of layers with a window, whose positions are then not stretched (Gemma 3, arXiv
         2503.19786); None means that of the others.
+      rotary_layers: Rotary positions are those of all layers, or of some, one value for each (NoPE in the others, as in
+        SmolLM3).
       rope: Which channels they rotate, and how they are stretched; None means all channels, and no stretching.
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
       attention_norm: Attention has a norm, for all layers or one value for each.
@@ -211,6 +225,7 @@ class ModelConfig:
     position: Literal["learned", "rotary", "none"] = "learned"
     rope_theta: float = 10_000.0
     rope_local_theta: float | None = None
+    rotary_layers: bool | tuple[bool, ...] = True
     rope: RopeConfig | None = None
     norm: Norm = "rmsnorm_single"
     attention_norm: bool | tuple[bool, ...] = True
@@ -283,7 +298,7 @@ class ModelConfig:
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",
             "model.scan_layers=false",
         )
-        for name in ("mlp", "attention", "attention_window", "mlp_norm", "attention_norm"):
+        for name in ("mlp", "attention", "attention_window", "rotary_layers", "mlp_norm", "attention_norm"):
             value = getattr(self, name)
             layers = value if isinstance(value, tuple) else (value,) * self.num_layers
             problem = f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}"
@@ -317,9 +332,17 @@ class ModelConfig:
             f"model.position='rotary' rotates {self.rotary_channels} of the {self.head_dim} channels of a head",
             "an even number, or position 'learned' or 'none'",
         )
+        none = f"model.rotary_layers={self.rotary_layers} with model.position={self.position!r}"
+        require(self.rotary_layers is True or self.position == "rotary", none, "true, or position 'rotary'")
         windowed = any(self.layer_window(layer) for layer in range(self.num_layers))
         local = f"model.rope_local_theta={self.rope_local_theta} without rotary positions and a window"
         require(self.rope_local_theta is None or (self.position == "rotary" and windowed), local, "none")
+        pairs, factors = self.rotary_channels // 2, () if self.rope is None else self.rope.short_factors
+        same = self.rope is None or len(factors) == len(self.rope.long_factors)
+        problem = f"model.rope.short_factors and long_factors for {pairs} pairs of channels"
+        require(same and len(factors) in (0, pairs), problem, f"{pairs} of each")
+        dynamic = self.rope is not None and self.rope.scaling == "dynamic"
+        require(not dynamic or pairs > 1, "model.rope.scaling='dynamic' with one pair of channels", "more")
         require(
             self.rope is None or self.rope.scaling != "yarn" or self.rope_theta > 1.0,
             f"model.rope_theta={self.rope_theta} with model.rope.scaling='yarn'",
@@ -392,6 +415,11 @@ class ModelConfig:
     def layer_window(self, layer: int) -> int | None:
         """The most keys that a query of one layer sees; None for all before it."""
         return self.attention_window[layer] if isinstance(self.attention_window, tuple) else self.attention_window
+
+    def layer_rotates(self, layer: int) -> bool:
+        """Returns whether a layer has rotary positions."""
+        there = self.rotary_layers[layer] if isinstance(self.rotary_layers, tuple) else self.rotary_layers
+        return self.position == "rotary" and there
 
     def layer_rope(self, layer: int) -> tuple[float, RopeConfig | None]:
         """Base wavelength of rotary positions of one layer, and how they are stretched."""

@@ -4,6 +4,7 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 queries and keys, D d_model.
 """
 
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -16,7 +17,14 @@ from orthojax.model.interventions import Interventions, force_weights, scale_fir
 from orthojax.model.layers import Norm, Part
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
-from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies, yarn_frequencies, yarn_mscale
+from orthojax.ops.rotary import (
+    dynamic_frequencies,
+    llama3_frequencies,
+    rotary,
+    rotary_frequencies,
+    yarn_frequencies,
+    yarn_mscale,
+)
 from orthojax.ops.statistics import at_least_float32
 
 
@@ -43,8 +51,8 @@ class Attention(Part):
         if cached is not None:
             key, value = cached.joined(key, value)
             query_positions, key_positions = cached.slots.query_positions, cached.slots.key_positions
-        if c.position == "rotary":
-            turned = {"frequencies": _frequencies(c, self.layer), "scale": _scales(c, self.layer)[0]}
+        if c.layer_rotates(self.layer):
+            turned = {"frequencies": _frequencies(c, self.layer, query_positions), "scale": _scales(c, self.layer)[0]}
             query = rotary(query, query_positions, **turned)
             key = rotary(key, key_positions, **turned)
         if self.round_kv is not None:
@@ -203,13 +211,23 @@ def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = 
     return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.layer_window(layer))
 
 
-def _frequencies(config: ModelConfig, layer: int) -> jax.Array:
+def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:
+    """Returns the frequencies of a layer, [R/2].
+
+    Where they depend on the length of the text, it ends with the last of these positions [T]. What a cache has of
+    earlier tokens was computed when it was shorter: past the original length, results are not those of one pass.
+    """
     channels, (theta, rope) = config.rotary_channels, config.layer_rope(layer)
     plain = rotary_frequencies(channels, theta)
     if rope is None or rope.scaling == "none":
         return plain
     if rope.scaling == "linear":
         return plain / rope.factor
+    if rope.scaling == "longrope":
+        both = jnp.asarray(rope.short_factors), jnp.asarray(rope.long_factors)
+        return plain / jnp.where(positions[-1] >= rope.original_length, both[1], both[0])
+    if rope.scaling == "dynamic":
+        return dynamic_frequencies(channels, theta, rope.factor, rope.original_length, positions[-1] + 1)
     factors = (rope.factor, rope.original_length, rope.low_frequency_factor, rope.high_frequency_factor)
     if rope.scaling == "llama3":
         return llama3_frequencies(plain, *factors)
@@ -222,4 +240,6 @@ def _scales(config: ModelConfig, layer: int) -> tuple[float, float]:
     if rope is not None and rope.scaling == "yarn":
         everywhere = yarn_mscale(rope.factor, rope.mscale_all)
         rotated, products = yarn_mscale(rope.factor, rope.mscale) / everywhere, products * everywhere**2
+    elif rope is not None and rope.scaling == "longrope":
+        rotated = math.sqrt(1.0 + rope.mscale * math.log(rope.factor) / math.log(rope.original_length))
     return rotated, products

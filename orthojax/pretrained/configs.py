@@ -4,6 +4,7 @@ Reading refuses, by name, what no row explains.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,7 @@ _IGNORED = re.compile(
 )
 # Fields that say nothing with this value, and something with another one; None says nothing in any field.
 _NOTHING = {
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,  # of Phi-3
     "add_cross_attention": False, "is_causal": True, "is_encoder_decoder": False, "pruned_heads": {},
     "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
 }  # fmt: skip
@@ -135,6 +137,8 @@ _SCALINGS = {
     "linear": {"factor": "factor"},
     "llama3": _LONGER | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"},
     "yarn": _LONGER | {"beta_slow": "low_frequency_factor", "beta_fast": "high_frequency_factor"},
+    "dynamic": {"factor": "factor"},  # from `max_position_embeddings` on
+    "longrope": _LONGER,
 }
 _MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
 _ORIGINAL = "original_max_position_embeddings"
@@ -160,6 +164,7 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     theta = family.rope["rope_theta"]
     rope = rope or {name: value for name, value in family.rope.items() if name != "rope_theta"}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in older configs
     require(kind in tuple(_SCALINGS), f"rope_type={kind!r} is not supported", " | ".join(_SCALINGS))
     theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", theta)))
     numbers, fraction = {"rope_theta": theta}, rope.pop("partial_rotary_factor", None)
@@ -172,6 +177,8 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     # As in transformers: a length beside `rope_parameters` counts before one in it, and the whole length without both.
     defaults = {"beta_slow": 1.0, "beta_fast": 32.0, _ORIGINAL: max_length}
     rope |= {_ORIGINAL: given.get(_ORIGINAL) or rope.get(_ORIGINAL)} if _ORIGINAL in scaling else {}
+    if kind == "longrope" and isinstance(rope[_ORIGINAL], int) and isinstance(max_length, int):
+        defaults["factor"] = max(max_length / max(rope[_ORIGINAL], 1), 1.0)
     numbers |= {name: defaults.get(name) if rope.get(name) is None else rope[name] for name in scaling}
     if kind == "yarn" and family.mscales and (rope.get("mscale") or rope.get("mscale_all_dim")):
         # If one of them is missing, implementations differ.
@@ -180,7 +187,9 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     missing = sorted(name for name, value in numbers.items() if value is None)
     require(not missing, f"rope_type={kind!r} has no {', '.join(missing)}", ", ".join(numbers))
     known = {*numbers, "rope_type", "type"}
-    known |= {"linear": {_ORIGINAL}, "yarn": {"attention_factor", "truncate"}}.get(kind, set())
+    more = {"linear": {_ORIGINAL}, "longrope": {"attention_factor", "short_factor", "long_factor"}}
+    more["yarn"] = {"attention_factor", "truncate"} | (set() if family.mscales else set(_MSCALES))
+    known |= more.get(kind, set())
     unknown = sorted(name for name in set(rope) - known if rope[name] is not None)
     require(not unknown, f"field {', '.join(unknown)} of rope_type={kind!r} is not known", ", ".join(sorted(known)))
     for name, value in numbers.items():
@@ -191,16 +200,41 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
         found["rope.fraction"] = numbers["partial_rotary_factor"]
     if kind != "default":
         found |= {f"rope.{ours}": numbers[name] for name, ours in scaling.items()} | {"rope.scaling": kind}
-    return found | (_read_yarn(rope, numbers) if kind == "yarn" else {})
+    if kind == "dynamic":
+        found["rope.original_length"] = max_length
+    if kind == "longrope":
+        return found | _read_longrope(rope, numbers)
+    return found | (_read_yarn(family, rope, numbers) if kind == "yarn" else {})
 
 
-def _read_yarn(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _read_longrope(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads a factor for each pair of channels, and `attention_factor` f: f^2 = 1 + mscale ln(factor) / ln(length)."""
+    found: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name)
+        fits = isinstance(factors, list) and all(isinstance(x, int | float) for x in factors)
+        require(fits, f"{name}={factors!r} of rope_type='longrope' is not supported", "a list of numbers")
+        found[f"rope.{name}s"] = tuple(factors or ())
+    if (f := rope.get("attention_factor")) is not None:
+        factor, length = numbers["factor"], numbers[_ORIGINAL]
+        problem = f"attention_factor={f!r} with factor={factor} is not supported"
+        fits = isinstance(f, int | float) and f >= 1.0 and factor > 1.0 and length > 1
+        require(fits, problem, "1 or more, with a factor and a length above 1")
+        found["rope.mscale"] = round((f**2 - 1.0) * math.log(length) / math.log(factor), 12)
+    return found
+
+
+def _read_yarn(family: Family, rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Reads `truncate`, and `attention_factor` f in the place of `mscale`: f = m(mscale) / m(mscale_all_dim)."""
     truncate, attention_factor = rope.get("truncate", True), rope.get("attention_factor")
     require(isinstance(truncate, bool), f"truncate={truncate!r} is not supported", "true | false")
+    factor, given = numbers["factor"], [rope[name] for name in _MSCALES if rope.get(name)]
+    if attention_factor is None and not family.mscales and len(given) == 2:  # whose logits stay as they are
+        require(all(isinstance(x, int | float) for x in given), f"mscale={given} is not supported", "numbers")
+        attention_factor = yarn_mscale(factor, given[0]) / yarn_mscale(factor, given[1])
     if attention_factor is None:
         return {"rope.truncate": truncate}
-    factor, is_number = numbers["factor"], isinstance(attention_factor, int | float)
+    is_number = isinstance(attention_factor, int | float)
     m = attention_factor * yarn_mscale(factor, numbers.get("mscale_all_dim", 0.0)) if is_number and factor > 1 else 0.0
     problem = f"attention_factor={attention_factor!r} with factor={factor} is not supported"
     require(m >= 1.0, problem, "one that makes rotated channels no smaller, with a factor above 1")
@@ -209,7 +243,8 @@ def _read_yarn(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str,
 
 
 def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
-    rope, given = config.rope, {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope, outside = config.rope, {}
+    given: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if rope is not None and rope.scaling != "none":
         scaling = _SCALINGS[rope.scaling]
         if rope.scaling == "yarn" and family.mscales and rope.mscale_all:
@@ -218,17 +253,24 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
             given["attention_factor"] = yarn_mscale(rope.factor, rope.mscale)
         given |= {} if rope.truncate else {"truncate": False}
         given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
+    if rope is not None and rope.scaling == "longrope":
+        given |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+        if rope.mscale != 1.0:
+            ratio = math.log(rope.factor) / math.log(rope.original_length)
+            given["attention_factor"] = math.sqrt(1.0 + rope.mscale * ratio)
+        outside = {_ORIGINAL: rope.original_length}  # where it counts, and is 4096 for Phi-3 if it is missing
     if family.rotary_fraction is not None:
         given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
     if family.local_rope:
         theta = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
         given = dict(zip(_KINDS, (given, {"rope_type": "default", "rope_theta": theta}), strict=True))
-    return {"rope_parameters": given}
+    return outside | {"rope_parameters": given}
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
     """Returns a foreign config of a model, without what does not affect results; None if the family has none for it."""
-    given: dict[str, Any] = {"model_type": family.name}
+    # No token is for padding: that of a family, if it is left out, may not be in the vocabulary.
+    given: dict[str, Any] = {"model_type": family.name, "pad_token_id": None}
     ours = flatten(config)
     for name, row in family.fields.items():
         if isinstance(row, Only):
@@ -281,7 +323,7 @@ def computed_as(config: ModelConfig) -> ModelConfig:
         changes["experts"] = dataclasses.replace(config.experts, d_expert=config.experts.d_expert or config.d_mlp)
     if config.use_bias == "norm" and not config.has_norm_bias:
         changes["use_bias"] = False
-    for name, of_layer in (("mlp", config.layer_mlp), ("attention_window", config.layer_window)):
-        values = {of_layer(layer) for layer in range(config.num_layers)}
-        changes |= {name: values.pop()} if len(values) == 1 else {}
+    for name in ("mlp", "attention_window", "rotary_layers"):
+        value = getattr(config, name)
+        changes |= {name: value[0]} if isinstance(value, tuple) and len(set(value)) == 1 else {}
     return dataclasses.replace(config, **changes | {"scan_layers": False})

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import ModelConfig, from_dict, require
-from orthojax.errors import UserError, needing
+from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import Quantized
@@ -128,8 +128,9 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
     name: Any = given.get("model_type")
     if name == OWN:
         return from_dict(ModelConfig, given.get("model")), None
-    known = isinstance(name, str) and name in FAMILIES
-    require(known, f"model_type {name!r} is not supported", " | ".join(FAMILIES))
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = f"{nearest(str(name), FAMILIES)} orthojax.analysis.summarize takes arrays of any model".strip()
+        raise UserError(f"model_type {name!r} is not supported", allowed=" | ".join(FAMILIES), hint=hint)
     config = read_config(FAMILIES[name], given)
     if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
         warnings.warn(f"{folder} says tied embeddings, and has another head: the head is used", stacklevel=2)
