@@ -64,6 +64,16 @@ def test_equal_logits_have_the_mass_of_chance(n, window):
     assert chance("first_attention_fraction", given) == pytest.approx(shares[:, 0].mean())
 
 
+def test_windows_by_layer_have_the_mean_of_their_levels_of_chance():
+    config = replace(TINY, {"model.attention_window": "none,3", "model.num_layers": 2, "model.scan_layers": "false"})
+    given = analysis.conditions(config)
+    assert given.windows == (None, 3)
+    for name in ("first_attention_mass", "first_attention_fraction"):
+        levels = [chance(name, dataclasses.replace(given, windows=(window,))) for window in (None, 3)]
+        assert chance(name, given) == pytest.approx(sum(levels) / 2)
+        assert [chance(f"{name}/layer_{layer}", given) for layer in (0, 1)] == levels
+
+
 def test_equal_logits_have_the_sink_attention_of_chance():
     given = dataclasses.replace(GIVEN, bos_tokens=2)
     weights = np.asarray(ops.softmax(np.zeros((1, 1, T, T)), where=np.tri(T, dtype=bool)))

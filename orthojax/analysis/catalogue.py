@@ -274,7 +274,9 @@ def chance(name: str, given: Conditions) -> float | None:
     >>> round(chance("first_attention_mass", Conditions(length=64, d_model=128, vocab_size=512)), 3)
     0.074
     """
-    found = define(name)
+    found, layer = define(name), re.search(r"/layer_(\d+)", name)
+    if layer and 1 < len(given.windows):
+        given = dataclasses.replace(given, windows=given.windows[int(layer[1]) :][:1])
     return None if found is None or found.chance is None else found.chance(given)
 
 

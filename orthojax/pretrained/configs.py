@@ -289,6 +289,8 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
         given["num_key_value_heads"] = config.kv_heads
     if "head_dim" in given:
         given["head_dim"] = config.head_dim
+    if "query_pre_attn_scalar" in given:
+        given["query_pre_attn_scalar"] = config.logits_width or config.head_dim
     given |= _write_window(family, config)
     given |= family.more.write(config) if family.more else {}
     given |= _write_rotary(family, config) if family.rotary else {}

@@ -195,8 +195,11 @@ _LLAMA_FIELDS = _SIZES | {
     "mlp_bias": Only((False,)),
     "tie_word_embeddings": Same("tie_embeddings", False),
 }
+_UNCLIPPED = {"clip_qkv": Only((None,))}
 _BIASED = {"attention_bias": Choice("use_bias", {False: False, True: "attention"}, False)}
 _LLAMA_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
+_ACTIVATIONS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
+_ACTIVATIONS |= {"gelu": "gelu_exact", "relu": "relu"}
 _PROJECTIONS = {"gate_proj": "gate", "up_proj": "input", "down_proj": "output"}
 _GATED = [
     row for there, here in _PROJECTIONS.items() for row in dense_rows(f"layers.{{}}.mlp.{there}", f"layers/mlp/{here}")
@@ -238,17 +241,7 @@ GPT2 = Family(
         "n_head": Same("num_heads"),
         "n_inner": Same("d_mlp", None),
         "layer_norm_epsilon": Same("norm_eps", 1e-5),
-        "activation_function": Choice(
-            "mlp",
-            {
-                "gelu_new": "gelu",
-                "gelu_pytorch_tanh": "gelu",
-                "gelu_fast": "gelu",
-                "gelu": "gelu_exact",
-                "relu": "relu",
-            },
-            "gelu",
-        ),
+        "activation_function": Choice("mlp", _ACTIVATIONS, "gelu"),
         "tie_word_embeddings": Same("tie_embeddings", True),
         "scale_attn_weights": Only((True,)),
         "scale_attn_by_inverse_layer_idx": Only((False,)),
@@ -322,8 +315,7 @@ OLMO = Family(
     "olmo",
     "OlmoForCausalLM",
     _LLAMA_BASE | {"norm": "layernorm_nonparametric", "norm_eps": 1e-5},
-    {name: row for name, row in (_LLAMA_FIELDS | _BIASED).items() if name != "rms_norm_eps"}
-    | {"clip_qkv": Only((None,))},
+    {name: row for name, row in (_LLAMA_FIELDS | _BIASED | _UNCLIPPED).items() if name != "rms_norm_eps"},
     _LLAMA_WEIGHTS,
 )
 OLMO2 = Family(
@@ -344,8 +336,7 @@ GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
     {"position": "rotary", "norm": "layernorm", "use_bias": True, "normalizer": "softmax"},
     _SIZES | {
-        "hidden_act": Choice("mlp", {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu"},
-                             "gelu_exact"),
+        "hidden_act": Choice("mlp", _ACTIVATIONS, "gelu_exact"),
         "layer_norm_eps": Same("norm_eps", 1e-5),
         "use_parallel_residual": Choice("block", {True: "parallel", False: "pre_norm"}, "parallel"),
         "attention_bias": Only((True,)),
@@ -595,16 +586,14 @@ def _read_size(given: Mapping[str, Any]) -> dict[str, Any]:
 _ONE_MORE = Transform(lambda x, c: (x.astype(np.float32) + 1,), lambda x, c: x[0].astype(np.float32) - 1)
 _GEMMA_BASE = _LLAMA_BASE | {"mlp": "geglu", "scale_embeddings": True}
 _GELU = Only(("gelu_pytorch_tanh", "gelu", "gelu_new", None))  # the approximation by tanh, whatever it says
-_GEMMA_FIELDS = (
-    _NO_BIASES
-    | _BIASED
-    | {
-        "head_dim": Same("d_head", 256),
-        "hidden_act": _GELU,
-        "hidden_activation": _GELU,
-        "tie_word_embeddings": Same("tie_embeddings", True),
-    }
-)
+_GEMMA_FIELDS = {
+    **_NO_BIASES,
+    **_BIASED,
+    "head_dim": Same("d_head", 256),
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    "tie_word_embeddings": Same("tie_embeddings", True),
+}
 _GEMMA2_FIELDS = _GEMMA_FIELDS | {
     "hidden_act": Only(("gelu_pytorch_tanh", None)),
     "hidden_activation": Only(("gelu_pytorch_tanh",)),
@@ -648,7 +637,7 @@ GEMMA3 = Family(
     },
     _one_more(_GEMMA2_WEIGHTS),
     rope={"rope_theta": 1_000_000.0},
-    windowed=lambda given, layer: (layer + 1) % integer(given, "sliding_window_pattern", 6) != 0,
+    windowed=lambda given, layer: (layer + 1) % max(integer(given, "sliding_window_pattern", 6), 1) != 0,
     local_rope=True,
     more=More(frozenset({"sliding_window_pattern", "rope_local_base_freq"}), lambda given: {}, lambda c: {}),
 )  # fmt: skip
@@ -706,12 +695,11 @@ OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
     _LLAMA_BASE | {"mlp": "experts", "qk_norm": "all"},
-    _LLAMA_FIELDS | _BIASED | {
+    _LLAMA_FIELDS | _BIASED | _UNCLIPPED | {
         "rms_norm_eps": Same("norm_eps", 1e-5),
         "num_experts": Same("experts.num_experts", 64),
         "num_experts_per_tok": Same("experts.per_token", 8),
         "norm_topk_prob": Same("experts.normalize", False),
-        "clip_qkv": Only((None,)),
     },
     [*_ENDS, *_ATTENTION, *_NORMS, *_expert_rows("mlp", _PROJECTIONS)],
 )  # fmt: skip
@@ -781,27 +769,6 @@ SMOLLM3 = Family(
     more=More(frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"}), _read_rotating,
               _write_rotating),
 )  # fmt: skip
-FAMILIES: Mapping[str, Family] = {
-    family.name: family
-    for family in (
-        GPT2,
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        OLMO,
-        OLMO2,
-        GPT_NEOX,
-        OPT,
-        DEEPSEEK_V2,
-        GPT_OSS,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        QWEN3_MOE,
-        MIXTRAL,
-        OLMOE,
-        PHI3,
-        SMOLLM3,
-    )
-}
+_ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
+_ALL += (QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
