@@ -16,7 +16,6 @@ import pytest
 from orthojax.config import ModelConfig
 from orthojax.model import Transformer
 from orthojax.pretrained import FAMILIES, computed_as, read_folder, write_folder
-from orthojax.pretrained.folders import _read_mxfp4
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -225,6 +224,8 @@ def test_shards_of_bfloat16(name, tokens, tmp_path):
 
 def test_blocks_of_mxfp4_are_those_of_transformers():
     torch, mxfp4 = pytest.importorskip("torch"), pytest.importorskip("transformers.integrations.mxfp4")
+    from orthojax.pretrained.folders import _read_mxfp4
+
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (3, 4, 2, 16), dtype=np.uint8)
     scales = random.integers(110, 140, blocks.shape[:-1], dtype=np.uint8)
