@@ -25,8 +25,8 @@ _IGNORED = re.compile(
     r"|bad_words_ids|.*suppress_tokens|.*_penalty|do_sample|early_stopping|(max|min)_length|max_new_tokens"
     r"|.*no_repeat_ngram_size|num_beam.*|num_return_sequences|remove_invalid_values|return_dict.*|temperature"
     r"|top_[kp]|typical_p"
-    r"|partial_rotary_factor|rope_(interleaved|parameters|scaling|theta)|rotary_(emb_base|pct)"
-    r"|original_max_position_embeddings|layer_types|max_window_layers|use_sliding_window"
+    r"|partial_rotary_factor|rope_(interleaved|local_base_freq|parameters|scaling|theta)|rotary_(emb_base|pct)"
+    r"|original_max_position_embeddings|layer_types|max_window_layers|sliding_window_(pattern|size)|use_sliding_window"
 )
 # Fields that say nothing with this value, and something with another one; None says nothing in any field.
 _NOTHING = {

@@ -576,13 +576,6 @@ GPT_OSS = Family(
 )  # fmt: skip
 # Gemma. There norms have w for a scale of 1 + w: ours is read back exactly if it is 0.5 or more, as w is then.
 
-
-def _read_size(given: Mapping[str, Any]) -> dict[str, Any]:
-    size, window = given.get("sliding_window_size"), given.get("sliding_window", 4096)
-    require(size in (None, window), f"sliding_window_size={size} is not supported", f"{window}")
-    return {}
-
-
 _ONE_MORE = Transform(lambda x, c: (x.astype(np.float32) + 1,), lambda x, c: x[0].astype(np.float32) - 1)
 _GEMMA_BASE = _LLAMA_BASE | {"mlp": "geglu", "scale_embeddings": True}
 _GELU = Only(("gelu_pytorch_tanh", "gelu", "gelu_new", None))  # the approximation by tanh, whatever it says
@@ -625,7 +618,6 @@ GEMMA2 = Family(
     _GEMMA2_FIELDS,
     _one_more(_GEMMA2_WEIGHTS),
     windowed=lambda given, layer: layer % 2 == 0,
-    more=More(frozenset({"sliding_window_size"}), _read_size, lambda c: {}),
 )
 GEMMA3 = Family(
     "gemma3_text",
@@ -639,7 +631,6 @@ GEMMA3 = Family(
     rope={"rope_theta": 1_000_000.0},
     windowed=lambda given, layer: (layer + 1) % max(integer(given, "sliding_window_pattern", 6), 1) != 0,
     local_rope=True,
-    more=More(frozenset({"sliding_window_pattern", "rope_local_base_freq"}), lambda given: {}, lambda c: {}),
 )  # fmt: skip
 
 
