@@ -277,6 +277,8 @@ def _flat(params: Any) -> dict[str, Any]:
 def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer: Any = None) -> str:
     """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
 
+    Only norm scales below 0.5 of a Gemma, whose files have them less 1, are rounded, as float32 near 1 is.
+
     A model that a family expresses becomes one, which transformers loads with equal logits. Any other, one with
     softmax-1 among them, gets a model_type of its own, so that nothing loads it as something else.
 
