@@ -30,8 +30,8 @@ class RopeConfig:
         `longrope` by sqrt(1 + mscale ln(factor) / ln(original_length)).
       mscale_all: `yarn` multiplies all logits by m(mscale_all)^2.
       truncate: `yarn` rounds the two pairs of channels between which it interpolates outwards.
-      short_factors: By which `longrope` (arXiv 2402.13753) divides the frequency of each pair of channels, in texts up to
-        original_length.
+      short_factors: By which `longrope` (arXiv 2402.13753) divides the frequency of each pair of channels, in texts up
+        to original_length.
       long_factors: The same in longer texts.
     """
 
