@@ -54,13 +54,18 @@ def _np_gated_norm(x, config, p, name):
     return x / (1.0 + np.exp(-_np_linear(hidden / (1.0 + np.exp(-hidden)), gate["output"])))
 
 
-def _np_rotary(x, config):
+def _np_theta_and_rope(config, layer):
+    local = config.rope_local_theta is not None and _at(config.attention_window, layer) is not None
+    return (config.rope_local_theta, None) if local else (config.rope_theta, config.rope)
+
+
+def _np_rotary(x, config, layer):
     """[T, heads, H] with its first channels rotated, lowered and scaled as YaRN does if that is asked."""
-    c, rope, half = config, config.rope, config.rotary_channels // 2
-    frequencies, scale = c.rope_theta ** (-np.arange(half) / half), 1.0
+    (theta, rope), half = _np_theta_and_rope(config, layer), config.rotary_channels // 2
+    frequencies, scale = theta ** (-np.arange(half) / half), 1.0
     if rope is not None and rope.scaling == "yarn":
         bounds = rope.high_frequency_factor, rope.low_frequency_factor
-        pairs = [half * math.log(rope.original_length / (2 * math.pi * n), c.rope_theta) for n in bounds]
+        pairs = [half * math.log(rope.original_length / (2 * math.pi * n), theta) for n in bounds]
         first, last = max(math.floor(pairs[0]), 0), min(math.ceil(pairs[1]), 2 * half - 1)
         share = np.clip((np.arange(half) - first) / (last - first), 0, 1)
         frequencies = (1 - share) * frequencies + share * frequencies / rope.factor
@@ -92,6 +97,8 @@ def _np_attention(config, x, p, given, layer, prefix=0):
     T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
     visible = (s < prefix) | (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
+    if (window := _at(config.attention_window, layer)) is not None:
+        visible &= s > t - window
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
     normalizers["clipped_softmax"] = ClippedSoftmax()
     if config.latent:
@@ -99,16 +106,20 @@ def _np_attention(config, x, p, given, layer, prefix=0):
     else:
         widths = {"query": H, "key": H, "value": H}
         query, key, value = (_np_linear(x, p[name]).reshape(T, -1, width) for name, width in widths.items())
+    if config.qk_norm == "head":
+        query, key = _np_norm(query, config, p["query_norm"]), _np_norm(key, config, p["key_norm"])
     if config.position == "rotary":
-        query, key = _np_rotary(query, config), _np_rotary(key, config)
+        query, key = _np_rotary(query, config, layer), _np_rotary(key, config, layer)
     if config.gated_attention == "value":
         value = value / (1.0 + np.exp(-_np_linear(value.reshape(T, -1), p["gate"])))[..., None]
     if given.first_value_scale is not None:
         value[0] *= given.first_value_scale[layer][:, None]
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
-    logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(H)
-    if config.rope is not None and config.rope.scaling == "yarn":
-        logits = logits * _np_mscale(config.rope, config.rope.mscale_all) ** 2
+    logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(config.logits_width or H)
+    rope = _np_theta_and_rope(config, layer)[1]
+    if rope is not None and rope.scaling == "yarn":
+        logits = logits * _np_mscale(rope, rope.mscale_all) ** 2
+    logits = _np_capped(logits, config.attention_soft_cap)
     biased = logits if given.attention_bias is None else logits + _of_layer(given.attention_bias, layer)
     weights = attention_oracle.weights(biased, visible, normalizers.get(config.normalizer, config.normalizer))
     if given.forced_share is not None:
@@ -128,6 +139,10 @@ def _np_attention(config, x, p, given, layer, prefix=0):
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
 
 
+def _np_capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
 def _of_layer(array, layer):
     return array if array.ndim == 2 else array[layer]
 
@@ -145,13 +160,21 @@ def _np_experts(config, x, p):
         by_group = scores.reshape(of.groups, -1)
         for group in np.argsort(by_group.max(1))[: -of.groups_per_token]:
             by_group[group] = 0
-        for expert in np.argsort(scores)[-of.per_token :]:
+        chosen = np.argsort(scores)[-of.per_token :]
+        if of.normalize:
+            scores /= scores[chosen].sum()
+        for expert in chosen:
             own = {name: {"kernel": by_expert[name][expert]} for name in kernels}
             for name, bias in biases.items():
                 own[name]["bias"] = bias[expert]
-            y[t] += of.scale * scores[expert] * _np_mlp(config, "swiglu", token, own)
+            bias = p["bias"][expert] if of.use_bias else 0.0
+            y[t] += of.scale * scores[expert] * (_np_mlp(config, of.mlp, token, own) + bias)
     y = y + p["experts"]["output"].get("bias", 0.0)
-    return y + _np_mlp(config, "swiglu", x, p["shared"]) if of.num_shared else y
+    return y + _np_mlp(config, of.mlp, x, p["shared"]) if of.num_shared else y
+
+
+def _np_gelu(x):
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _np_mlp(config, kind, x, p):
@@ -163,8 +186,13 @@ def _np_mlp(config, kind, x, p):
     if kind == "swiglu":
         gate = _np_linear(x, p["gate"])
         hidden = gate / (1.0 + np.exp(-gate)) * hidden
+    elif kind == "geglu":
+        hidden = _np_gelu(_np_linear(x, p["gate"])) * hidden
+    elif kind == "swiglu_clamped":
+        gate = np.minimum(_np_linear(x, p["gate"]), 7.0)
+        hidden = gate / (1.0 + np.exp(-1.702 * gate)) * (np.clip(hidden, -7.0, 7.0) + 1.0)
     elif kind == "gelu":
-        hidden = 0.5 * hidden * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        hidden = _np_gelu(hidden)
     else:
         hidden = np.maximum(hidden, 0.0)
     return _np_linear(hidden, p["output"])
@@ -198,7 +226,7 @@ def numpy_forward(config, params, tokens, given=None):
     given = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), given)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = params["token_embedding"]["embedding"]
-    x = table[np.asarray(tokens)]
+    x = table[np.asarray(tokens)] * (math.sqrt(config.d_model) if config.scale_embeddings else 1.0)
     ends = [t for t, token in enumerate(np.asarray(tokens)) if token == config.vocab_size - 1]
     prefix = {"causal": 0, "full": len(x), "prefix": ends[0] + 1 if ends else 0}[config.attention_mask]
     if config.embedding_projection:
@@ -209,12 +237,13 @@ def numpy_forward(config, params, tokens, given=None):
     for layer in range(config.num_layers):
         p = params.get(f"layers_{layer}", {})
         attended, mlp = 0.0 * x, 0.0 * x
-        norms = {
-            part: partial(_np_gated_norm, config=config, p=p, name=f"{part}_norm")
-            for part, switch in (("attention", config.attention_norm), ("mlp", config.mlp_norm))
-            if _at(switch, layer)
-        }
+        parts = [part for part in ("attention", "mlp") if _at(getattr(config, f"{part}_norm"), layer)]
+        norms, outputs = (
+            {part: partial(_np_gated_norm, config=config, p=p, name=f"{part}{name}") for part in parts}
+            for name in ("_norm", "_output_norm")
+        )
         before, after = ({}, norms) if config.block == "post_norm" else (norms, {})
+        outputs = outputs if config.block == "sandwich_norm" else {}
         same, attends, kind = (lambda x: x), _at(config.attention, layer), _at(config.mlp, layer)
         before_block = x
         taps = dict.fromkeys(("attention_logits", "attention_weights", "keys", "values"), 0.0)
@@ -222,10 +251,12 @@ def numpy_forward(config, params, tokens, given=None):
         if attends:
             read = before.get("attention", same)(x)
             attended, taps = _np_attention(config, read, p["attention"], given, layer, prefix)
+        attended = (outputs.get("attention", same) if attends else same)(attended)
         attended = _np_intervened(attended, given, layer, "attention")
         middle = (after.get("attention", same) if attends else same)(x + attended)
         if kind != "none":
             mlp = _np_mlp(config, kind, before.get("mlp", same)(middle), p["mlp"])
+        mlp = (outputs.get("mlp", same) if kind != "none" else same)(mlp)
         mlp = _np_intervened(mlp, given, layer, "mlp")
         x = (after.get("mlp", same) if kind != "none" else same)(middle + mlp)
         x = _np_replaced(x, given.residual, given.residual_share, layer)
@@ -236,4 +267,5 @@ def numpy_forward(config, params, tokens, given=None):
         x = _np_gated_norm(x, config, params, "final_norm")
     if config.embedding_projection:
         x = x @ params["head_input"]["kernel"]
-    return x @ (table.T if config.tie_embeddings else params["head"]["kernel"]), layers
+    logits = x @ (table.T if config.tie_embeddings else params["head"]["kernel"])
+    return _np_capped(logits, config.final_soft_cap), layers

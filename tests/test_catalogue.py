@@ -56,12 +56,22 @@ def test_labels_are_distinct():
 @pytest.mark.parametrize("n", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("window", [None, 3])
 def test_equal_logits_have_the_mass_of_chance(n, window):
-    given = dataclasses.replace(GIVEN, n=n, window=window)
+    given = dataclasses.replace(GIVEN, n=n, windows=(window,))
     seen = np.tril(np.ones((T, T))) * np.triu(np.ones((T, T)), 1 - (window or T))
     weights = seen / (n + seen.sum(1, keepdims=True))
     assert chance("first_attention_mass", given) == pytest.approx(weights[:, 0].mean())
     shares = seen / seen.sum(1, keepdims=True)
     assert chance("first_attention_fraction", given) == pytest.approx(shares[:, 0].mean())
+
+
+def test_windows_by_layer_have_the_mean_of_their_levels_of_chance():
+    config = replace(TINY, {"model.attention_window": "none,3", "model.num_layers": 2, "model.scan_layers": "false"})
+    given = analysis.conditions(config)
+    assert given.windows == (None, 3)
+    for name in ("first_attention_mass", "first_attention_fraction"):
+        levels = [chance(name, dataclasses.replace(given, windows=(window,))) for window in (None, 3)]
+        assert chance(name, given) == pytest.approx(sum(levels) / 2)
+        assert [chance(f"{name}/layer_{layer}", given) for layer in (0, 1)] == levels
 
 
 def test_equal_logits_have_the_sink_attention_of_chance():

@@ -1,5 +1,6 @@
 """Generation with a cache: the same logits as without one, the distribution of the draws, and rolling windows."""
 
+import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,31 @@ def test_cached_logits_equal_uncached(normalizer):
 @pytest.mark.parametrize("position", ["rotary", "learned"])
 def test_cached_logits_of_gated_channels_equal_uncached(position):
     assert_cached_equals_uncached(ModelConfig(**SMALL | EASY, position=position, gated_attention="elementwise"))
+
+
+def test_cached_logits_of_windows_by_layer_equal_uncached():
+    config = llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, normalizer="learned_sink", attention_window=(3, None))
+    assert_cached_equals_uncached(config)
+    more = {"block": "sandwich_norm", "qk_norm": "head", "rope_local_theta": 30.0, "attention_soft_cap": 1.5}
+    assert_cached_equals_uncached(dataclasses.replace(config, **more, final_soft_cap=3.0, scale_embeddings=True))
+
+
+def test_cached_logits_of_rotary_layers_equal_uncached():
+    rope = RopeConfig(1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
+    assert_cached_equals_uncached(llama2("tiny", **SMALL | UNROLLED, rotary_layers=(False, True), rope=rope))
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_keys_of_a_cache_are_rotated_for_the_length_so_far(scaling):
+    factors = {"short_factors": (1.0, 2.0), "long_factors": (2.0, 3.0)} if scaling == "longrope" else {}
+    # Of one layer, since what later layers read was computed when the text was shorter.
+    config = llama2("tiny", **SMALL | {"num_layers": 1}, rope=RopeConfig(1.0, scaling, 4.0, 8, **factors))
+    params = stacked_params(config)
+    logits, _ = cached(config, params, TOKENS, init_cache(config, len(TOKENS), 14))
+    for length in (7, 8, 9, T):
+        expected = uncached(config, params, TOKENS[:, :length])[:, -1]
+        np.testing.assert_allclose(logits[:, length - 1], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(logits[:, 7] - uncached(config, params, TOKENS)[:, 7]).max() > 1e-3
 
 
 def test_cached_logits_of_latent_attention_equal_uncached():

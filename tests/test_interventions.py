@@ -50,8 +50,10 @@ CONFIGS = {
     "grouped": (GROUPED, EFFECTS),
     "bigram_backcopy": (BACKCOPY, EFFECTS),
     "post-norm": (POST_NORM, EFFECTS),
+    "capped": (llama2("tiny", **UNROLLED, block="sandwich_norm", attention_soft_cap=1.5, attention_window=(3, None)),
+               FUSED),
     "latent attention": (LATENT, EFFECTS),
-}
+}  # fmt: skip
 
 
 @partial(jax.jit, static_argnums=0)

@@ -87,6 +87,34 @@ ORACLE_CONFIGS = {
     "projected embeddings, gated norms": dataclasses.replace(GPT2, embedding_projection=True, gated_norm_rank=3),
     "gated norms of sums": dataclasses.replace(LLAMA2, block="post_norm", gated_norm_rank=2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
+    "gpt-oss": dataclasses.replace(
+        LLAMA2,
+        d_head=6,
+        num_kv_heads=1,
+        norm="rmsnorm",
+        normalizer="learned_sink",
+        use_bias="attention",
+        attention_window=(3, None),
+        mlp=("swiglu_clamped", "experts"),
+        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True),
+    ),
+    "gemma": dataclasses.replace(
+        LLAMA2,
+        d_head=6,
+        num_kv_heads=2,
+        block="sandwich_norm",
+        qk_norm="head",
+        mlp="geglu",
+        tie_embeddings=True,
+        scale_embeddings=True,
+        logits_width=9,
+        attention_soft_cap=1.5,
+        final_soft_cap=3.0,
+        attention_window=(None, 3),
+        rope_local_theta=30.0,
+        gated_norm_rank=2,
+        rope=LATENT_AND_EXPERTS.rope,
+    ),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
         **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
@@ -127,6 +155,20 @@ def test_model_and_taps_equal_the_float64_oracle(name):
                 np.testing.assert_allclose(
                     getattr(taps, field)[layer, i], value, rtol=1e-4, atol=1e-4, err_msg=f"{field} of layer {layer}"
                 )
+
+
+def test_equal_windows_of_all_layers_are_one_window():
+    def program(window):
+        config = dataclasses.replace(TINY, attention_window=window)
+        return str(jax.make_jaxpr(lambda params: apply(config, params))(parameter_shapes(config)))
+
+    assert program((3, 3)) == program(3)
+    assert program((None, None)) == program(None)
+    assert program((3, None)) != program(3)
+    with pytest.raises(UserError, match=r"attention_window=\(0, None\)"):
+        dataclasses.replace(TINY, attention_window=(0, None))
+    with pytest.raises(UserError, match=r"scan_layers=false"):
+        dataclasses.replace(TINY, attention_window=(2, None), scan_layers=True)
 
 
 def test_unread_taps_cost_nothing():
@@ -229,6 +271,8 @@ def test_stacking_twelve_layers_is_inverted_by_unstacking():
 WIDE = {"position": "rotary", "d_model": 16}
 LLAMA3 = WIDE | {"rope": RopeConfig(scaling="llama3", factor=8.0, original_length=16)}
 LAYERNORM = {"norm": "layernorm"}
+LONGROPE = RopeConfig(1.0, "longrope", 4.0, 4, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
+EXPERTS = {"mlp": "experts", "experts": ExpertsConfig(num_experts=4)}
 FIELDS = {
     # path: (what the base needs for the field to matter, the new value)
     "rope.fraction": (WIDE, 0.5),
@@ -238,11 +282,25 @@ FIELDS = {
     "rope.high_frequency_factor": (LLAMA3, 8.0),
     "rope.truncate": (WIDE | {"rope": RopeConfig(scaling="yarn", factor=4.0, original_length=64), "d_head": 8,
                               "rope_theta": 10.0}, False),
-    "block": (LAYERNORM, "output_norm"),
+    "rope.short_factors": (WIDE | {"rope": dataclasses.replace(LONGROPE, original_length=16)}, (4.0, 3.0)),
+    "rope.long_factors": (WIDE | {"rope": LONGROPE}, (4.0, 3.0)),
+    "rope.mscale": (WIDE | {"rope": LONGROPE}, 0.5),
+    "rope.factor": (WIDE | {"rope": RopeConfig(1.0, "dynamic", 2.0, 4)}, 4.0),
+    "rotary_layers": (WIDE, (True, False)),
+    "block": (LAYERNORM | {"block": "output_norm"}, "sandwich_norm"),
+    "rope_local_theta": (WIDE | {"attention_window": 3}, 100.0),
+    "logits_width": ({}, 3),
+    "attention_soft_cap": ({}, 0.5),
+    "final_soft_cap": ({}, 0.5),
+    "scale_embeddings": ({}, True),
     "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
-    "use_bias": (LAYERNORM, "norm"),
-    "attention_window": ({}, 2),
+    "use_bias": (LAYERNORM | {"use_bias": "qkv"}, "attention"),
+    "experts.normalize": (EXPERTS, True),
+    "experts.mlp": (EXPERTS, "swiglu_clamped"),
+    "experts.use_bias": (EXPERTS, True),
+    "mlp": ({"mlp": "swiglu"}, "geglu"),
+    "attention_window": ({"attention_window": 2}, (2, None)),
     "attention_mask": ({}, "full"),
     "gated_attention": ({"gated_attention": "elementwise"}, "value"),
     "gated_norm_rank": ({}, 2),
@@ -259,6 +317,22 @@ def test_a_field_changes_parameters_or_logits(field):
     changed = replace(base, {field: value})
     if shapes(base) == shapes(changed):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
+
+
+def test_fields_of_published_models_are_refused_where_they_say_nothing():
+    with pytest.raises(UserError, match="rope_local_theta"):
+        dataclasses.replace(TINY, position="rotary", rope_local_theta=100.0)
+    with pytest.raises(UserError, match="rope_local_theta"):
+        dataclasses.replace(TINY, attention_window=3, rope_local_theta=100.0)
+    with pytest.raises(UserError, match="rotary_layers"):
+        dataclasses.replace(TINY, rotary_layers=(True, False))
+    for scaling, factors in (("longrope", ()), ("linear", (1.0, 2.0))):
+        with pytest.raises(UserError, match="short_factors"):
+            RopeConfig(scaling=scaling, short_factors=factors, long_factors=factors)
+    with pytest.raises(UserError, match="cudnn"):
+        dataclasses.replace(TINY, attention_soft_cap=3.0, attention_implementation="cudnn")
+    capped = dataclasses.replace(TINY, final_soft_cap=3.0)
+    assert Transformer(capped).head_kernel({}) is None  # so that no loss multiplies hidden states by it
 
 
 @pytest.mark.slow

@@ -40,6 +40,18 @@ DEEPSEEK = SMALL | {"kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim
                     "moe_intermediate_size": 12, "first_k_dense_replace": 1}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 40.0, "beta_fast": 8, "beta_slow": 1, "mscale": 0.9,
         "mscale_all_dim": 0.707, "original_max_position_embeddings": 64}  # fmt: skip
+GPT_OSS = GROUPED | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5,
+                     "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "truncate": False,
+                                         "original_max_position_embeddings": 8}}  # fmt: skip
+GEMMA2 = GROUPED | {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5, "attn_logit_softcapping": 2.0,
+                    "final_logit_softcapping": 3.0}  # fmt: skip
+GEMMA3 = {name: value for name, value in GEMMA2.items() if "softcapping" not in name} | {"sliding_window_pattern": 2}
+QWEN3_MOE = GROUPED | {"head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+PHI3 = GROUPED | {"pad_token_id": 0}
+SMOLLM3 = PHI3 | {"no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0]}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 # name: (model_type, fields of its config)
 CASES = {
@@ -55,6 +67,11 @@ CASES = {
     "qwen2": ("qwen2", GROUPED),
     "qwen2 with windows": ("qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5,
                                                "max_window_layers": 0}),
+    "qwen2 with late windows": ("qwen2", GROUPED | {"use_sliding_window": True, "sliding_window": 5,
+                                                    "max_window_layers": 1, "tie_word_embeddings": True}),
+    "qwen3 with windows, one key-value head": ("qwen3", SMALL | {
+        "num_key_value_heads": 1, "head_dim": 12, "use_sliding_window": True, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "qwen3": ("qwen3", GROUPED | {"head_dim": 12}),
     "olmo": ("olmo", GROUPED),
     "olmo2": ("olmo2", GROUPED),
@@ -63,6 +80,50 @@ CASES = {
     "deepseek_v2 lite": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 3,
                                                "topk_group": 2, "routed_scaling_factor": 3.0}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, default rope, tied": ("gpt_oss", GPT_OSS | {
+        "rope_parameters": None, "tie_word_embeddings": True, "attention_bias": False, "head_dim": 8,
+        "num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    "gemma, one key-value head": ("gemma", SMALL | {"num_key_value_heads": 1, "head_dim": 12}),
+    "gemma, untied, biases": ("gemma", GROUPED | {"head_dim": 8, "tie_word_embeddings": False,
+                                                  "attention_bias": True}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2, full attention, no caps": ("gemma2", GEMMA2 | {
+        "layer_types": ["full_attention"] * 3, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3, stretched, capped": ("gemma3_text", GEMMA3 | {
+        "final_logit_softcapping": 2.0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe, some layers dense, normalised": ("qwen3_moe", QWEN3_MOE | {
+        "norm_topk_prob": True, "decoder_sparse_step": 2, "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 5}),
+    "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": 6}),
+    "olmoe": ("olmoe", GROUPED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe, normalised": ("olmoe", SMALL | {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True,
+                                            "tie_word_embeddings": True}),
+    "phi3": ("phi3", PHI3 | {"sliding_window": 6}),
+    "phi3, longrope": ("phi3", PHI3 | {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE}),
+    "phi3, longrope, longer": ("phi3", PHI3 | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE | {
+        "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1], "long_factor": [2.0, 3.0]}}),
+    "smollm3": ("smollm3", SMOLLM3),
+    "smollm3 with windows and biases": ("smollm3", SMOLLM3 | {
+        "use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [0, 1, 0], "attention_bias": True,
+        "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama with biases of attention": ("llama", GROUPED | {"attention_bias": True, "head_dim": 12}),
+    "llama with all biases, one key-value head": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True,
+                                                                    "num_key_value_heads": 1}),
+    "qwen3 with biases": ("qwen3", GROUPED | {"head_dim": 12, "attention_bias": True}),
+    "gpt2, gelu_fast": ("gpt2", GPT2_SIZES | {"activation_function": "gelu_fast"}),
+    "llama, dynamic": ("llama", GROUPED | {"rope_parameters": DYNAMIC}),
+    "llama, dynamic, longer": ("llama", GROUPED | {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}),
+    "llama, longrope with a factor": ("llama", SMALL | {"rope_parameters": LONGROPE | {
+        "attention_factor": 1.3, "original_max_position_embeddings": 16, "factor": 4.0}}),
+    "llama, yarn with mscales": ("llama", GROUPED | {"rope_parameters": YARN | {"factor": 4.0}}),
+    "olmo2, yarn, attention_factor": ("olmo2", GROUPED | {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "attention_factor": 1.2, "truncate": False,
+        "original_max_position_embeddings": 16}}),
     "pythia": ("gpt_neox", SMALL),
     "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
@@ -159,6 +220,26 @@ def test_shards_and_bfloat16_and_older_config_fields(tokens, tmp_path):
     # Read again, since the frequencies of a model in bfloat16 are rounded as well.
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     close(our_outputs(config, params, tokens)[0], foreign_outputs(model, tokens)[0])
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "gemma3", "mixtral", "phi3"])
+def test_shards_of_bfloat16(name, tokens, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    foreign_model(*CASES[name]).bfloat16().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    close(our_outputs(*read_folder(tmp_path), tokens)[0], foreign_outputs(model, tokens)[0])
+
+
+def test_blocks_of_mxfp4_are_those_of_transformers():
+    torch, mxfp4 = pytest.importorskip("torch"), pytest.importorskip("transformers.integrations.mxfp4")
+    from orthojax.pretrained.folders import _read_mxfp4
+
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (3, 4, 2, 16), dtype=np.uint8)
+    scales = random.integers(110, 140, blocks.shape[:-1], dtype=np.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    np.testing.assert_array_equal(_read_mxfp4("x", lambda: blocks, lambda: scales), theirs.numpy())
 
 
 def test_transformers_does_not_load_softmax1_models(tokens, tmp_path):

@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 import weakref
 from functools import partial
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from model_oracle import stacked_params
@@ -36,11 +38,39 @@ DEEPSEEK = llama2(
     experts=ExpertsConfig(num_experts=4, num_shared=2, d_expert=3),
     rope=RopeConfig(1.0, "yarn", 40.0, 64, high_frequency_factor=32.0, mscale=0.707, mscale_all=0.707),
 )  # fmt: skip
+GPT_OSS = llama2(
+    "tiny", **UNROLLED | {"d_mlp": 64, "d_model": 32}, d_head=6, num_kv_heads=1, normalizer="learned_sink",
+    use_bias="attention", attention_window=(3, None), mlp="experts",
+    experts=ExpertsConfig(4, 3, normalize=True, mlp="swiglu_clamped", use_bias=True),
+    rope=RopeConfig(1.0, "yarn", 8.0, 64, high_frequency_factor=32.0, truncate=False),
+)  # fmt: skip
+GEMMA = llama2("tiny", **UNROLLED, num_kv_heads=1, mlp="geglu", scale_embeddings=True, tie_embeddings=True)
 # What is written and read, and as which model_type.
 KINDS = {
     "gpt2": (gpt2("tiny", **SMALL), "gpt2"),
     "llama": (LLAMA, "llama"),
     "qwen2 with windows": (llama2("tiny", **SMALL, use_bias="qkv", attention_window=3), "qwen2"),
+    "qwen2 with windows in some layers": (
+        llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(None, 3)), "qwen2"),
+    "gpt-oss": (GPT_OSS, "gpt_oss"),
+    "gemma": (dataclasses.replace(GEMMA, block="pre_norm", tie_embeddings=False), "gemma"),
+    "gemma 2": (dataclasses.replace(
+        GEMMA, block="sandwich_norm", attention_window=(3, None), attention_soft_cap=20.0, final_soft_cap=5.0,
+        logits_width=9), "gemma2"),
+    "gemma 3": (dataclasses.replace(
+        GEMMA, block="sandwich_norm", attention_window=(None, 3), rope_local_theta=100.0, qk_norm="head",
+        rope=RopeConfig(scaling="linear", factor=4.0)), "gemma3_text"),
+    "biases of attention": (llama2("tiny", **SMALL, use_bias="attention"), "llama"),
+    "all biases": (llama2("tiny", **SMALL, use_bias=True), "llama"),
+    "qwen3 moe": (llama2("tiny", **UNROLLED, qk_norm="head", mlp=("swiglu", "experts"), use_bias="attention",
+                         experts=ExpertsConfig(4, d_expert=5, normalize=True)), "qwen3_moe"),
+    "mixtral": (llama2("tiny", **SMALL, mlp="experts", experts=ExpertsConfig(4, normalize=True)), "mixtral"),
+    "olmoe": (llama2("tiny", **SMALL, mlp="experts", qk_norm="all", experts=ExpertsConfig(4)), "olmoe"),
+    "phi3": (llama2("tiny", **SMALL, num_kv_heads=1, rope=RopeConfig(
+        0.5, "longrope", 4.0, 64, mscale=0.7, short_factors=(1.5,), long_factors=(3.0,))), "phi3"),
+    "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
+    "dynamic": (llama2("tiny", **SMALL, rope=RopeConfig(1.0, "dynamic", 4.0, 16)), "llama"),
+    "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
         gpt2("tiny", **SMALL, position="rotary", rope=RopeConfig(0.5), block="parallel", tie_embeddings=False),
         "gpt_neox",
@@ -71,6 +101,9 @@ SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "deeps
 def test_what_is_written_is_read_exactly(name, tmp_path):
     config, model_type = KINDS[name]
     params = stacked_params(config)
+    if model_type.startswith("gemma"):  # whose files have w for a scale of 1 + w
+        keep = lambda path, leaf: 0.5 + abs(leaf) if "scale" in jax.tree_util.keystr(path) else leaf  # noqa: E731
+        params = jax.tree_util.tree_map_with_path(keep, params)
     assert write_folder(tmp_path / "model", config, params) == model_type
     read, same = read_folder(tmp_path / "model")
     assert computed_as(read) == computed_as(config)
@@ -79,6 +112,37 @@ def test_what_is_written_is_read_exactly(name, tmp_path):
     params, same = unrolled(params), unrolled(same)  # an import scans wherever it can
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_blocks_of_mxfp4_are_read(tmp_path):
+    params = stacked_params(GPT_OSS)
+    write_folder(tmp_path, GPT_OSS, params)
+    with_fields(quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})(tmp_path)
+    random, file, expected = np.random.default_rng(0), tmp_path / "model.safetensors", {}
+    tensors = safetensors.load_file(file)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors[name].shape
+        codes = random.integers(0, 16, (experts, columns, rows // 32, 32), dtype=np.uint8)
+        scales = random.integers(120, 130, codes.shape[:-1], dtype=np.uint8)
+        values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * 2.0 ** (scales[..., None] - 127.0)
+        expected[name] = values.reshape(experts, columns, rows).swapaxes(1, 2)
+        del tensors[name]
+        tensors |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+    safetensors.save_file(tensors, file)
+    _, read = read_folder(tmp_path)
+    assert len(expected) == 4
+    for layer in range(2):
+        experts, name = read[f"layers_{layer}"]["mlp"]["experts"], f"model.layers.{layer}.mlp.experts."
+        both = expected[f"{name}gate_up_proj"]
+        for part, values in (("gate", both[..., ::2]), ("input", both[..., 1::2])):
+            np.testing.assert_array_equal(experts[part]["kernel"], np.concatenate(list(values), axis=-1))
+        np.testing.assert_array_equal(experts["output"]["kernel"], np.concatenate(list(expected[f"{name}down_proj"])))
+    safetensors.save_file(tensors | {f"{name}down_proj_scales": scales[..., :1]}, file)
+    with pytest.raises(UserError, match="down_proj_blocks"):
+        read_folder(tmp_path)
+    with_fields(quantization_config={"quant_method": "fp8"})(tmp_path)
+    with pytest.raises(UserError, match="fp8"):
+        read_folder(tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -196,6 +260,31 @@ PUBLISHED = {
                            "use_mrope": False}, None),
     "Qwen 3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
                          "head_dim": 8}, None),
+    "Qwen 2, windows from a layer on": ("qwen2", {"use_sliding_window": True, "sliding_window": 5,
+                                                  "max_window_layers": 1}, (None, 5)),
+    "Qwen 3, layers named": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
+                                       "layer_types": [*SLIDING[:1], *FULL[:1]]}, (5, None)),
+    "Gemma 2": ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid", "hidden_act":
+                           "gelu_pytorch_tanh"}, (4096, None)),
+    "Gemma 3": ("gemma3_text", {"sliding_window_pattern": 2, "rope_local_base_freq": 10000, "rope_scaling": None,
+                                "rope_theta": 1000000, "use_bidirectional_attention": False,
+                                "sliding_window": 512}, (512, None)),
+    "gpt-oss": ("gpt_oss", {"initial_context_length": 4096, "router_aux_loss_coef": 0.9,
+                            "experts_per_token": 4, "num_experts_per_tok": 4,
+                            "attention_bias": True, "swiglu_limit": 7.0}, (128, None)),
+    "Phi-3 mini": ("phi3", {"original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047,
+                            "auto_map": {}, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, 2047),
+    "Phi-4 mini": ("phi3", {
+        "original_max_position_embeddings": 4096, "max_position_embeddings": 131072, "sliding_window": 262144,
+        "partial_rotary_factor": 0.75, "head_dim": 8, "full_attn_mod": 1, "interpolate_factor": 1,
+        "lm_head_bias": False, "mlp_bias": False, "attention_bias": False,
+        "rope_scaling": {"type": "longrope", "long_factor": [1, 2.0, 3], "short_factor": [1.0] * 3}}, 262144),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "layer_types": FULL,
+                            "max_window_layers": 28, "rope_scaling": None, "sliding_window": None,
+                            "use_sliding_window": False}, None),
+    "Qwen 3 MoE": ("qwen3_moe", {"decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [],
+                                 "norm_topk_prob": True, "num_experts": 128, "router_aux_loss_coef": 0.001,
+                                 "sliding_window": None, "use_sliding_window": False}, None),
     "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
     "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
                                   "rotary_pct": 0.5}, None),
@@ -219,7 +308,9 @@ def test_published_configs_are_understood(name):
         ("mistral", {"sliding_window": None, "layer_types": SLIDING}, "layer_types"),
         ("mistral", {"sliding_window": 7, "use_sliding_window": False}, "use_sliding_window"),
         ("mistral", {"sliding_window": 7, "max_window_layers": 1}, "layer_types"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "layer_types"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": SLIDING[:1]}, "layer_types"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, "sliding_attention"]}, "layer_types"),
     ],
 )
 def test_unsupported_windows_are_refused(model_type, fields, name):
@@ -236,6 +327,7 @@ def test_rotary_positions_of_a_llama_are_those_of_transformers():
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 STRETCHED = RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0)
 EXPERTS = {"q_lora_rank": None, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 12,
@@ -262,6 +354,18 @@ ROPES = {
         {"model_type": "deepseek_v2", **EXPERTS, "rope_scaling": YARN | {"mscale": 0.3, "mscale_all_dim": 0.7,
                                                               "attention_factor": 1.2 / EVERYWHERE}},
         dataclasses.replace(STRETCHED, mscale=round(2.0 / math.log(4.0), 12), mscale_all=0.7)),
+    "mscales without a factor of all logits": (
+        {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.2}},
+        dataclasses.replace(STRETCHED, mscale=round((EVERYWHERE / (0.02 * math.log(4.0) + 1.0) - 1.0)
+                                                    / (0.1 * math.log(4.0)), 12))),
+    "one of two mscales, of which others take no notice": ({"rope_scaling": YARN | {"mscale": 0.7}}, STRETCHED),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeConfig(1.0, "dynamic", 2.0, 64)),
+    "longrope, its older name": (
+        {"original_max_position_embeddings": 16, "rope_scaling": LONG | {"type": "su"}},
+        RopeConfig(1.0, "longrope", 4.0, 16, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))),
+    "longrope with a factor of rotated channels": (
+        {"rope_parameters": LONG | {"factor": 2.0, "original_max_position_embeddings": 4, "attention_factor": 1.5}},
+        RopeConfig(1.0, "longrope", 2.0, 4, mscale=2.5, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))),
     "gpt-oss's bounds": ({"rope_scaling": YARN | {"truncate": False}}, dataclasses.replace(STRETCHED, truncate=False)),
 }  # fmt: skip
 
@@ -287,6 +391,12 @@ def test_rotary_scaling_is_that_of_transformers(name):
         ({"truncate": 1}, "truncate=1"),
         ({"original_max_position_embeddings": "16"}, "original_max_position_embeddings"),
         ({"factor": None}, "factor"),
+        ({"mscale": "x", "mscale_all_dim": 1.0}, "mscale"),
+        ({"mscale": 0.2, "mscale_all_dim": 0.7}, "attention_factor"),
+        (LONG | {"short_factor": None}, "short_factor"),
+        (LONG | {"short_factor": [1.0], "long_factor": [2.0]}, "2 of each"),
+        (LONG | {"attention_factor": 0.5}, r"attention_factor=0\.5"),
+        ({"rope_type": "dynamic", "original_max_position_embeddings": 16}, "original_max_position_embeddings"),
     ],
 )
 def test_unsupported_rotary_scaling_is_refused(fields, name):
@@ -359,6 +469,17 @@ def test_reading_holds_one_tensor_beside_the_model():
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(alive) == 9 * config.num_layers
     assert most <= 2  # the one before may still be on its way to the device
+
+
+@pytest.mark.parametrize(("name", "near"), [("gemma4", "gemma"), ("mistral3", "mistral"), ("zyx", ""), (7, "")])
+def test_another_family_is_refused_with_the_nearest_and_what_takes_any_model(name, near, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(UserError, match=re.escape(repr(name))) as refused:
+        read_folder(tmp_path)
+    _, allowed, hint = str(refused.value).splitlines()
+    assert "gpt2 | llama" in allowed
+    assert "orthojax.analysis.summarize" in hint
+    assert f"did you mean '{near}" in hint if near else hint.startswith("orthojax")
 
 
 @pytest.mark.parametrize("another", [False, True])

@@ -7,11 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.ops import llama3_frequencies, rotary, rotary_frequencies, yarn_frequencies, yarn_mscale
+from orthojax.ops import (
+    dynamic_frequencies,
+    llama3_frequencies,
+    rotary,
+    rotary_frequencies,
+    yarn_frequencies,
+    yarn_mscale,
+)
 
 
 def plain(width, theta):
     return np.array([theta ** (-2 * i / width) for i in range(width // 2)])
+
+
+def test_dynamic_frequencies_grow_with_the_length():
+    with jax.enable_x64(True):
+        for length, base in ((1, 100.0), (16, 100.0), (24, 100.0 * 3.0 ** (8 / 6)), (64, 100.0 * 13.0 ** (8 / 6))):
+            np.testing.assert_allclose(dynamic_frequencies(8, 100.0, 4.0, 16, length), plain(8, base), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

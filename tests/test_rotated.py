@@ -22,6 +22,9 @@ CONFIGS = {
     "parallel": dataclasses.replace(
         LLAMA, block="parallel", use_bias=True, gated_attention=True, normalizer="softmax1"
     ),
+    "capped, scaled embeddings": dataclasses.replace(
+        LLAMA, mlp="geglu", scale_embeddings=True, attention_soft_cap=1.5, final_soft_cap=3.0, use_bias="attention"
+    ),
     "gate": dataclasses.replace(LLAMA, gated_attention="elementwise"),
     "linear": dataclasses.replace(LLAMA, mlp=("linear", "none"), attention=(False, True), scan_layers=False),
     "no norm": dataclasses.replace(LLAMA, norm="none", mlp="relu", normalizer="learned_sink"),

@@ -201,7 +201,10 @@ PREVENTIONS = {
     "embedding_projection": {"model.embedding_projection": True},
     "gated_norm": {"model.gated_norm_rank": 2},
     "activation_penalty": {"train.activation_penalty": 0.01},
-}
+    "soft_caps": {"model.attention_soft_cap": 5.0, "model.final_soft_cap": 5.0, "model.block": "sandwich_norm"},
+    "gpt_oss": {"model.mlp": "experts", "model.experts.mlp": "swiglu_clamped", "model.experts.use_bias": True,
+                "model.experts.normalize": True, "model.use_bias": "attention", "model.normalizer": "learned_sink"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PREVENTIONS)

@@ -30,7 +30,7 @@ class Conditions:
       vocab_size: V, token ids.
       n: The constant in the denominator of softmax_n, 0 for softmax and 1 for softmax-1; None for normalizers without
         a sum, as ReLU and sigmoid.
-      window: Keys that a query sees at most; None for all before it.
+      windows: Keys that a query sees at most, one number for each layer or for all; None for all before it.
       bos_tokens: BOS tokens at the start of a row.
       causal: False if the mask shows several tokens to each other, so that no token is the first.
       full: The mask shows all tokens to each other.
@@ -40,7 +40,7 @@ class Conditions:
     d_model: int
     vocab_size: int
     n: float | None = 0.0
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     bos_tokens: int = 1
     causal: bool = True
     full: bool = False
@@ -49,13 +49,14 @@ class Conditions:
 def conditions(config: Config) -> Conditions:
     """Returns the conditions of a model and the rows it reads."""
     model = config.model
+    windows = model.attention_window
     n = {"softmax": 0.0, "softmax1": 1.0, "learned_sink": 1.0, "softmax_n": model.normalizer_n}.get(model.normalizer)
     return Conditions(
         length=config.data.sequence_length,
         d_model=model.d_model,
         vocab_size=model.vocab_size,
         n=n,
-        window=model.attention_window,
+        windows=windows if isinstance(windows, tuple) else (windows,),
         bos_tokens=max(1, config.data.bos_tokens),
         causal=model.relaxed_causal_tokens < 2 and model.attention_mask == "causal",
         full=model.attention_mask == "full",
@@ -87,16 +88,21 @@ class Definition:
     source: str = ""
 
 
+def _mean_over_layers(given: Conditions, n: float = 0.0) -> float:
+    of_layers = [chance_of_first(given.length, n=n, window=window, causal=given.causal) for window in given.windows]
+    return sum(of_layers) / len(of_layers)
+
+
 def _most_attended(given: Conditions) -> float | None:
     if not (given.causal or given.full):
         return None
-    return chance_of_first(given.length, window=given.window, causal=given.causal)
+    return _mean_over_layers(given)
 
 
 def _mass(given: Conditions) -> float | None:
     if given.n is None or not (given.causal or given.full):
         return None
-    return chance_of_first(given.length, n=given.n, window=given.window, causal=given.causal)
+    return _mean_over_layers(given, n=given.n)
 
 
 def _bos_mass(given: Conditions, start: int = 0) -> float | None:
@@ -295,7 +301,9 @@ def chance(name: str, given: Conditions) -> float | None:
     >>> round(chance("first_attention_mass", Conditions(length=64, d_model=128, vocab_size=512)), 3)
     0.074
     """
-    found = define(name)
+    found, layer = define(name), re.search(r"/layer_(\d+)", name)
+    if layer and 1 < len(given.windows):
+        given = dataclasses.replace(given, windows=given.windows[int(layer[1]) :][:1])
     return None if found is None or found.chance is None else found.chance(given)
 
 

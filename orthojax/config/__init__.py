@@ -19,6 +19,7 @@ from orthojax.config.fields import require as require
 from orthojax.config.fields import to_json as to_json
 from orthojax.config.fields import unknown_field as unknown_field
 from orthojax.config.model import ExpertsConfig as ExpertsConfig
+from orthojax.config.model import GatedMlp as GatedMlp
 from orthojax.config.model import LatentConfig as LatentConfig
 from orthojax.config.model import Mlp as Mlp
 from orthojax.config.model import ModelConfig as ModelConfig

@@ -9,7 +9,8 @@ Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_singl
 NormalizerName = Literal[
     "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"
 ]
-Mlp = Literal["gelu", "gelu_exact", "relu", "swiglu", "experts", "linear", "none"]
+GatedMlp = Literal["swiglu", "geglu", "swiglu_clamped"]
+Mlp = Literal["gelu", "gelu_exact", "relu", GatedMlp, "experts", "linear", "none"]
 Remat = bool | Literal["dots", "full"]
 
 
@@ -21,16 +22,21 @@ class RopeConfig:
       fraction: Share of a head's channels that are rotated, the first ones.
       scaling: How frequencies are lowered.
       factor: By how much.
-      original_length: Length before that, for `llama3` and `yarn`.
+      original_length: Length before that, for all but `linear`. In longer texts, frequencies of `dynamic` and
+        `longrope` are others.
       low_frequency_factor: `llama3` and `yarn` lower frequencies of wavelengths above original_length / this in full.
       high_frequency_factor: They do not lower frequencies of wavelengths below original_length / this.
       mscale: `yarn` multiplies rotated channels by m(mscale) / m(mscale_all), with m(k) = 0.1 k ln(factor) + 1.
+        `longrope` by sqrt(1 + mscale ln(factor) / ln(original_length)).
       mscale_all: `yarn` multiplies all logits by m(mscale_all)^2.
       truncate: `yarn` rounds the two pairs of channels between which it interpolates outwards.
+      short_factors: By which `longrope` (arXiv 2402.13753) divides the frequency of each pair of channels, in texts up
+        to original_length.
+      long_factors: The same in longer texts.
     """
 
     fraction: float = 1.0
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
     factor: float = 1.0
     original_length: int = 8192
     low_frequency_factor: float = 1.0
@@ -38,6 +44,8 @@ class RopeConfig:
     mscale: float = 1.0
     mscale_all: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         group = "model.rope"
@@ -45,6 +53,12 @@ class RopeConfig:
         require_each(self, group, "fraction", lambda x: 0.0 < x <= 1.0, "above 0, 1 at most")
         require_each(self, group, "factor", lambda x: x >= 1.0, "a finite number >= 1")
         require_each(self, group, "original_length", lambda size: size > 0, "a positive number")
+        positive = lambda factors: all(x > 0.0 for x in factors)  # noqa: E731
+        require_each(self, group, "short_factors long_factors", positive, "positive numbers")
+        both = bool(self.short_factors and self.long_factors and self.original_length > 1)
+        fits = both if self.scaling == "longrope" else not (self.short_factors or self.long_factors)
+        problem = f"{group}.scaling={self.scaling!r} and short_factors, long_factors"
+        require(fits, problem, "both with 'longrope' and an original_length above 1, or none")
         require_each(self, group, "mscale mscale_all", lambda x: x >= 0.0, "a finite number >= 0")
         low = self.low_frequency_factor
         require_each(self, group, "low_frequency_factor", lambda x: x > 0.0, "a finite positive number")
@@ -76,7 +90,7 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture of experts of DeepSeek-V2 (arXiv 2405.04434, section 2.2), which layers with MLP `experts` have.
+    """The mixture of experts, which layers with MLP `experts` have; by default DeepSeek-V2's (arXiv 2405.04434).
 
     Attributes:
       num_experts: Routed experts.
@@ -85,7 +99,10 @@ class ExpertsConfig:
       d_expert: Hidden width of one expert; None means d_mlp.
       groups: Groups of routed experts; a token chooses from those with the likeliest experts.
       groups_per_token: How many groups a token chooses from.
+      normalize: Router probabilities of the chosen are divided by their sum: a softmax of the logits of these alone.
       scale: Factor of the router probabilities with which routed experts are added.
+      mlp: Kind of MLP of each expert.
+      use_bias: Biases of the router and of every linear layer of each routed expert, whatever `model.use_bias` says.
     """
 
     num_experts: int = 8
@@ -94,7 +111,10 @@ class ExpertsConfig:
     d_expert: int | None = None
     groups: int = 1
     groups_per_token: int = 1
+    normalize: bool = False
     scale: float = 1.0
+    mlp: GatedMlp = "swiglu"
+    use_bias: bool = False
 
     def __post_init__(self):
         group = "model.experts"
@@ -125,9 +145,13 @@ class ModelConfig:
       num_heads: Query heads.
       num_kv_heads: Key and value heads; None means `num_heads` (no grouping).
       d_head: Width of one head; None means d_model / num_heads.
-      d_mlp: Hidden width of the MLP (of each half for swiglu).
+      d_mlp: Hidden width of the MLP (of each half for gated ones, such as swiglu).
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
+      rope_local_theta: That of layers with a window, whose positions are then not stretched (Gemma 3, arXiv
+        2503.19786); None means that of the others.
+      rotary_layers: Rotary positions are those of all layers, or of some, one value for each (NoPE in the others, as in
+        SmolLM3).
       rope: Which channels they rotate, and how they are stretched; None means all channels, and no stretching.
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
       attention_norm: Attention has a norm, for all layers or one value for each.
@@ -135,22 +159,29 @@ class ModelConfig:
       block: Places of norms and order of the parts. `pre_norm`: x = x + f(norm(x)), and a final norm. `post_norm`:
         x = norm(x + f(x)), and no final norm (arXiv 2002.04745). `output_norm`: x = x + norm(f(x)), and a final norm
         (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own
-        (GPT-NeoX, arXiv 2204.06745).
+        (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x))), and a final norm (Gemma 2, arXiv
+        2408.00118).
       qk_norm: A norm on queries and keys before positions: for each head over its channels, with one scale for all
         heads, or over all heads at once.
       norm_eps: Added to the variance inside every norm.
       gated_norm_rank: Rank of a gate on the output of each norm of the residual stream, see
         `orthojax.model.layers.NormGate`; its paper takes 16. 0 is no gate.
       use_bias: Biases in every linear layer and `layernorm`; `qkv` has those of queries, keys and values alone,
-        `norm` those of `layernorm` alone.
+        `attention` these and that of the attention's output, `norm` those of `layernorm` alone.
       normalizer: What turns attention logits into weights; `clipped_softmax` has the gamma and zeta of
         `orthojax.ops.ClippedSoftmax`.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
+      logits_width: Attention logits are products of queries and keys over the root of this; None means d_head.
+      attention_soft_cap: Attention logits x become c tanh(x / c) with this c; None caps nothing.
+      final_soft_cap: The same for the logits of the next token (Gemma 2, arXiv 2408.00118).
       attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
-      attention_window: Each query sees this many keys at most, its own the last; None means all before it.
+      attention_window: Each query sees this many keys at most, its own the last, in all layers or one value for each;
+        None means all before it.
       latent: Multi-head latent attention; None makes queries, keys and values linear in the residual stream.
       mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
-        `linear` is one d_model x d_model map, `experts` a mixture of swiglu ones.
+        `linear` is one d_model x d_model map, `experts` a mixture. With u linear in x, gated ones are silu(gate) u
+        (`swiglu`), gelu(gate) u (`geglu`, by tanh), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1) with
+        g = min(gate, 7) (`swiglu_clamped`: gpt-oss, arXiv 2508.10925).
       experts: The mixture of the layers whose MLP is `experts`.
       attention: Blocks attend, for all layers or one value for each.
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
@@ -160,6 +191,7 @@ class ModelConfig:
         (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
         `orthojax.model.attention.value_gated`.
       tie_embeddings: Use the token embedding as the output head.
+      scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
       embedding_projection: Learned d_model x d_model products, orthogonal at the start, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` multiplies them out.
       fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
@@ -193,27 +225,33 @@ class ModelConfig:
     d_mlp: int = 512
     position: Literal["learned", "rotary", "none"] = "learned"
     rope_theta: float = 10_000.0
+    rope_local_theta: float | None = None
+    rotary_layers: bool | tuple[bool, ...] = True
     rope: RopeConfig | None = None
     norm: Norm = "rmsnorm_single"
     attention_norm: bool | tuple[bool, ...] = True
     mlp_norm: bool | tuple[bool, ...] = True
-    block: Literal["pre_norm", "post_norm", "output_norm", "parallel"] = "pre_norm"
+    block: Literal["pre_norm", "post_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
     qk_norm: Literal["none", "head", "all"] = "none"
     norm_eps: float = 1e-5
     gated_norm_rank: int = 0
-    use_bias: bool | Literal["qkv", "norm"] = False
+    use_bias: bool | Literal["qkv", "attention", "norm"] = False
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = 1.0
+    logits_width: int | None = None
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
     attention_implementation: Literal["auto", "xla", "xla_chunked", "cudnn", "splash"] = setting(
         "auto", affects="computation"
     )
-    attention_window: int | None = None
+    attention_window: int | tuple[int | None, ...] | None = None
     latent: LatentConfig | None = None
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     experts: ExpertsConfig | None = None
     attention: bool | tuple[bool, ...] = True
     gated_attention: bool | Literal["elementwise", "value"] = False
     tie_embeddings: bool = True
+    scale_embeddings: bool = False
     embedding_projection: bool = False
     fixed_rotation: bool = False
     attention_mask: Literal["causal", "full", "prefix"] = "causal"
@@ -230,18 +268,20 @@ class ModelConfig:
 
     def __post_init__(self):
         check_types(self, "model")
-        counts = "vocab_size max_length attention_window"
-        require_each(self, "model", counts, lambda count: count > 0, "a positive number")
+        require_each(self, "model", "vocab_size max_length logits_width", lambda count: count > 0, "a positive number")
+        windows = self.attention_window if isinstance(self.attention_window, tuple) else (self.attention_window,)
+        positive = all(window is None or window > 0 for window in windows)
+        require(positive, f"model.attention_window={self.attention_window}", "a positive number, or none")
         # More is a typo, and would take minutes to trace.
         require_each(self, "model", "d_model num_heads d_mlp d_head", lambda size: 0 < size <= 2**20, "1 to 2**20")
         require_each(self, "model", "num_layers", lambda count: 0 < count <= 2**12, "1 to 2**12")
-        positive = "norm_eps rope_theta init_std embedding_init_std"
+        positive = "norm_eps rope_theta rope_local_theta attention_soft_cap final_soft_cap init_std embedding_init_std"
         require_each(self, "model", positive, lambda x: x > 0.0, "a finite positive number")
         require_each(self, "model", "normalizer_n", lambda n: n >= 0.0, "a finite number >= 0")
         relaxed = f"0 to model.max_length={self.max_length}"
         require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
         beside = f"model.attention_window or relaxed_causal_tokens with model.attention_mask={self.attention_mask!r}"
-        plain = self.attention_window is None and not self.relaxed_causal_tokens
+        plain = all(window is None for window in windows) and not self.relaxed_causal_tokens
         require(self.attention_mask == "causal" or plain, beside, "neither, or attention_mask 'causal'")
         kernel = "model.attention_implementation='splash' with model.attention_mask='prefix', which differs by row"
         is_splash = self.attention_implementation == "splash"
@@ -249,7 +289,9 @@ class ModelConfig:
         require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
         without = f"model.gated_norm_rank={self.gated_norm_rank} with model.norm='none'"
         require(not self.gated_norm_rank or self.norm != "none", without, "0, or a norm")
-        self._check_heads()
+        capped = "model.attention_soft_cap with model.attention_implementation='cudnn', which has none"
+        by_cudnn = self.attention_implementation == "cudnn"
+        require(self.attention_soft_cap is None or not by_cudnn, capped, "auto | xla | xla_chunked | splash")
         both = "model.fixed_rotation with model.embedding_projection"
         require(not (self.fixed_rotation and self.embedding_projection), both, "one of them")
         require(
@@ -257,7 +299,7 @@ class ModelConfig:
             "model.fixed_rotation differs between layers, which a scan over layers cannot express",
             "model.scan_layers=false",
         )
-        for name in ("mlp", "attention", "mlp_norm", "attention_norm"):
+        for name in ("mlp", "attention", "attention_window", "rotary_layers", "mlp_norm", "attention_norm"):
             value = getattr(self, name)
             layers = value if isinstance(value, tuple) else (value,) * self.num_layers
             problem = f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}"
@@ -267,6 +309,7 @@ class ModelConfig:
                 f"model.{name}={value} differs between layers, which a scan over layers cannot express",
                 "model.scan_layers=false, or equal layers",
             )
+        self._check_heads()
         require(
             self.experts is not None or not self.has_experts,
             "model.mlp='experts' without model.experts",
@@ -290,6 +333,17 @@ class ModelConfig:
             f"model.position='rotary' rotates {self.rotary_channels} of the {self.head_dim} channels of a head",
             "an even number, or position 'learned' or 'none'",
         )
+        none = f"model.rotary_layers={self.rotary_layers} with model.position={self.position!r}"
+        require(self.rotary_layers is True or self.position == "rotary", none, "true, or position 'rotary'")
+        windowed = any(self.layer_window(layer) for layer in range(self.num_layers))
+        local = f"model.rope_local_theta={self.rope_local_theta} without rotary positions and a window"
+        require(self.rope_local_theta is None or (self.position == "rotary" and windowed), local, "none")
+        pairs, factors = self.rotary_channels // 2, () if self.rope is None else self.rope.short_factors
+        same = self.rope is None or len(factors) == len(self.rope.long_factors)
+        problem = f"model.rope.short_factors and long_factors for {pairs} pairs of channels"
+        require(same and len(factors) in (0, pairs), problem, f"{pairs} of each")
+        dynamic = self.rope is not None and self.rope.scaling == "dynamic"
+        require(not dynamic or pairs > 1, "model.rope.scaling='dynamic' with one pair of channels", "more")
         require(
             self.rope is None or self.rope.scaling != "yarn" or self.rope_theta > 1.0,
             f"model.rope_theta={self.rope_theta} with model.rope.scaling='yarn'",
@@ -328,13 +382,18 @@ class ModelConfig:
 
     @property
     def has_bias(self) -> bool:
-        """Biases in linear layers other than those of queries, keys and values."""
+        """Biases in linear layers other than those of attention."""
         return self.use_bias is True
+
+    @property
+    def has_output_bias(self) -> bool:
+        """A bias of the output of attention."""
+        return self.use_bias in (True, "attention")
 
     @property
     def has_qkv_bias(self) -> bool:
         """Biases of queries, keys and values."""
-        return self.use_bias in (True, "qkv")
+        return self.use_bias in (True, "qkv", "attention")
 
     @property
     def has_norm_bias(self) -> bool:
@@ -353,6 +412,21 @@ class ModelConfig:
     def layer_attention(self, layer: int) -> bool:
         """Returns whether a layer attends."""
         return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
+
+    def layer_window(self, layer: int) -> int | None:
+        """The most keys that a query of one layer sees; None for all before it."""
+        return self.attention_window[layer] if isinstance(self.attention_window, tuple) else self.attention_window
+
+    def layer_rotates(self, layer: int) -> bool:
+        """Returns whether a layer has rotary positions."""
+        there = self.rotary_layers[layer] if isinstance(self.rotary_layers, tuple) else self.rotary_layers
+        return self.position == "rotary" and there
+
+    def layer_rope(self, layer: int) -> tuple[float, RopeConfig | None]:
+        """Base wavelength of rotary positions of one layer, and how they are stretched."""
+        if self.rope_local_theta is None or self.layer_window(layer) is None:
+            return self.rope_theta, self.rope
+        return self.rope_local_theta, None
 
     def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
         """Returns whether a layer has attention or an MLP, with a norm."""

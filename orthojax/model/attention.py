@@ -4,6 +4,7 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 queries and keys, D d_model.
 """
 
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -16,7 +17,14 @@ from orthojax.model.interventions import Interventions, force_weights, scale_fir
 from orthojax.model.layers import Norm, Part
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
-from orthojax.ops.rotary import llama3_frequencies, rotary, rotary_frequencies, yarn_frequencies, yarn_mscale
+from orthojax.ops.rotary import (
+    dynamic_frequencies,
+    llama3_frequencies,
+    rotary,
+    rotary_frequencies,
+    yarn_frequencies,
+    yarn_mscale,
+)
 from orthojax.ops.statistics import at_least_float32
 
 
@@ -24,6 +32,7 @@ class Attention(Part):
     """Multi-head attention over the model's own mask."""
 
     round_kv: Callable[[jax.Array], jax.Array] | None = None
+    layer: int = 0
 
     @nn.compact
     def __call__(
@@ -42,8 +51,8 @@ class Attention(Part):
         if cached is not None:
             key, value = cached.joined(key, value)
             query_positions, key_positions = cached.slots.query_positions, cached.slots.key_positions
-        if c.position == "rotary":
-            turned = {"frequencies": _frequencies(c), "scale": _scales(c)[0]}
+        if c.layer_rotates(self.layer):
+            turned = {"frequencies": _frequencies(c, self.layer, query_positions), "scale": _scales(c, self.layer)[0]}
             query = rotary(query, query_positions, **turned)
             key = rotary(key, key_positions, **turned)
         if self.round_kv is not None:
@@ -52,20 +61,21 @@ class Attention(Part):
             key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
-        visible = attention_mask(c, T, prefix) if cached is None else cached.slots.visible
+        span, cap, bias, shown = c.layer_window(self.layer), c.attention_soft_cap, given.attention_bias, None
+        visible = attention_mask(c, T, prefix, self.layer) if cached is None else cached.slots.within(span)
         normalizer = self._normalizer()
         masked = c.relaxed_causal_tokens > 1 or cached is not None or prefix is not None
         # A mask holds the window; kernels know a causal one with its window by themselves.
-        window = None if c.attention_window is None or masked else (c.attention_window - 1, 0)
+        window = None if span is None or masked else (span - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
         if cached is not None and implementation in ("cudnn", "splash"):
             implementation = None  # a kernel may refuse one query, or an odd number of them
-        bias, shown = given.attention_bias, None
-        if given.forced_share is None:
+        # Kernels cap after the bias, which must not be capped if it hides keys.
+        if given.forced_share is None and (bias is None or cap is None):
             mask = visible if masked else None
-            options = {"normalizer": normalizer, "scale": _scales(c)[1], "implementation": implementation}
+            options = {"normalizer": normalizer, "scale": _scales(c, self.layer)[1], "implementation": implementation}
             options |= {"is_causal": not masked and c.attention_mask != "full", "local_window_size": window}
-            heads = dot_product_attention(query, key, value, bias, mask, **options)
+            heads = dot_product_attention(query, key, value, bias, mask, logits_soft_cap=cap, **options)
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
@@ -75,7 +85,8 @@ class Attention(Part):
             heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads * c.value_dim)(x)).reshape(heads.shape)
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
-        output = self.dense("output", c.d_model, writes_residual=True)(heads.reshape(B, T, -1))
+        output = self.dense("output", c.d_model, use_bias=c.has_output_bias, writes_residual=True)
+        output = output(heads.reshape(B, T, -1))
         logits, weights = shown or self._logits_and_weights(query, key, visible, normalizer, given)
         taps = {
             "attention_logits": logits,
@@ -131,7 +142,8 @@ class Attention(Part):
         self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
     ) -> tuple[jax.Array, jax.Array]:
         # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
-        logits = attention_logits(query, key, scale=_scales(self.config)[1])
+        c = self.config
+        logits = attention_logits(query, key, scale=_scales(c, self.layer)[1], logits_soft_cap=c.attention_soft_cap)
         biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
         return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)
 
@@ -185,8 +197,8 @@ def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
     return value * jax.nn.sigmoid(gate)[..., None]
 
 
-def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None) -> jax.Array:
-    """Returns the mask [1, 1, T, T] of the keys that each query of a model sees.
+def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None, layer: int = 0) -> jax.Array:
+    """Returns the mask [1, 1, T, T] of the keys that each query of a layer sees.
 
     With the lengths `prefix` [B] of the rows' prefixes, for a model with such a mask, it is [B, 1, T, T].
     """
@@ -196,26 +208,38 @@ def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = 
         assert prefix is not None
         t, s = jnp.arange(length)[:, None], jnp.arange(length)[None]
         return (s <= t)[None, None] | (s[None, None] < prefix[:, None, None, None])
-    return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.attention_window)
+    return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.layer_window(layer))
 
 
-def _frequencies(config: ModelConfig) -> jax.Array:
-    c, rope = config, config.rope
-    plain = rotary_frequencies(c.rotary_channels, c.rope_theta)
+def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:
+    """Returns the frequencies of a layer, [R/2].
+
+    Where they depend on the length of the text, it ends with the last of these positions [T]. What a cache has of
+    earlier tokens was computed when it was shorter: past the original length, results are not those of one pass.
+    """
+    channels, (theta, rope) = config.rotary_channels, config.layer_rope(layer)
+    plain = rotary_frequencies(channels, theta)
     if rope is None or rope.scaling == "none":
         return plain
     if rope.scaling == "linear":
         return plain / rope.factor
+    if rope.scaling == "longrope":
+        both = jnp.asarray(rope.short_factors), jnp.asarray(rope.long_factors)
+        return plain / jnp.where(positions[-1] >= rope.original_length, both[1], both[0])
+    if rope.scaling == "dynamic":
+        return dynamic_frequencies(channels, theta, rope.factor, rope.original_length, positions[-1] + 1)
     factors = (rope.factor, rope.original_length, rope.low_frequency_factor, rope.high_frequency_factor)
     if rope.scaling == "llama3":
         return llama3_frequencies(plain, *factors)
-    return yarn_frequencies(c.rotary_channels, c.rope_theta, *factors, rope.truncate)
+    return yarn_frequencies(channels, theta, *factors, rope.truncate)
 
 
-def _scales(config: ModelConfig) -> tuple[float, float]:
+def _scales(config: ModelConfig, layer: int) -> tuple[float, float]:
     """Returns the factors of rotated channels, and of the products of queries and keys."""
-    rope, rotated, products = config.rope, 1.0, config.head_dim**-0.5
+    (_, rope), rotated, products = config.layer_rope(layer), 1.0, (config.logits_width or config.head_dim) ** -0.5
     if rope is not None and rope.scaling == "yarn":
         everywhere = yarn_mscale(rope.factor, rope.mscale_all)
         rotated, products = yarn_mscale(rope.factor, rope.mscale) / everywhere, products * everywhere**2
+    elif rope is not None and rope.scaling == "longrope":
+        rotated = math.sqrt(1.0 + rope.mscale * math.log(rope.factor) / math.log(rope.original_length))
     return rotated, products

@@ -47,7 +47,14 @@ class Slots(NamedTuple):
     write: jax.Array  # int32 [T]: the slot of each token
     query_positions: jax.Array  # int32 [T]
     key_positions: jax.Array  # int32 [S]
-    visible: jax.Array  # bool [1, 1, T, S]
+    visible: jax.Array  # bool [1, 1, T, S], without windows, which may differ between layers
+
+    def within(self, window: int | None) -> jax.Array:
+        """Returns what queries see in a layer with this window."""
+        if window is None:
+            return self.visible
+        distance = self.query_positions[:, None] - self.key_positions[None]
+        return self.visible & (distance < window)[None, None]
 
 
 class CachedLayer(NamedTuple):
@@ -131,8 +138,7 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
     filled = (token < total) & ((slot < sinks) | (token >= sinks))
     gone = jnp.maximum(total - size, 0)
     query_positions, key_positions = new - gone, jnp.where(slot < sinks, slot, token - gone)
-    relaxed, window = config.relaxed_causal_tokens, config.attention_window
-    visible = relaxed_causal_mask(query_positions, relaxed, window, keys=key_positions)
+    visible = relaxed_causal_mask(query_positions, config.relaxed_causal_tokens, keys=key_positions)
     return Slots(write, query_positions, key_positions, visible & filled[None, None, None])
 
 

@@ -17,7 +17,7 @@ from orthojax.errors import UserError
 class Taps(NamedTuple):
     """The intermediates of one block. An `observe` function reduces them; what it does not read is never computed."""
 
-    attention_logits: jax.Array  # [B, N, T, S] float32, scaled, before bias and mask
+    attention_logits: jax.Array  # [B, N, T, S] float32, scaled and capped, before bias and mask
     attention_weights: jax.Array  # [B, N, T, S] float32
     visible: jax.Array  # [1 or B, 1, T, S] bool: which keys each query sees; none in a layer without attention
     keys: jax.Array  # [B, S, K, H], rotated where positions are
@@ -51,7 +51,8 @@ class Interventions(NamedTuple):
       attention_bias: Added to the scaled logits before the normalizer; a large negative number hides a key: [T, S] or
         [B, T, S] for all layers and heads, or [L, B, N, T, S]. `Taps.attention_weights` show it, `attention_logits`
         are from before it, as from before the mask, so that means over keys keep their sense.
-        Kernels that add no bias (cuDNN's adds one, splash none) give way to plain XLA, or refuse if named.
+        Kernels that add no bias (cuDNN's adds one, splash none) give way to plain XLA, or refuse if named; so do all
+        if the model caps its logits, since the cap is not for the bias.
       forced_weights: Attention weights to use instead of the model's: [T, S] or [B, T, S] for all layers and heads, or
         [L, B, N, T, S], as `Taps.attention_weights` of another run come. Used as they are: neither masked nor
         normalised. `attention_pattern` has some.

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import ExpertsConfig, Mlp, ModelConfig
+from orthojax.config import ExpertsConfig, GatedMlp, Mlp, ModelConfig
 from orthojax.ops.products import is_head, kernel_product
 from orthojax.ops.quantize import Quantized
 
@@ -133,11 +133,18 @@ def stream_norm(x: jax.Array, config: ModelConfig, linear: LinearFunction, name:
     return NormGate(config, linear, name=f"{name}_gate")(x) if config.gated_norm_rank else x
 
 
+def _swiglu_clamped(hidden: jax.Array, gate: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
+    gate = jnp.minimum(gate, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(hidden, -limit, limit) + 1.0)
+
+
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
     "swiglu": lambda hidden, gate: jax.nn.silu(gate) * hidden,
+    "geglu": lambda hidden, gate: jax.nn.gelu(gate) * hidden,
+    "swiglu_clamped": _swiglu_clamped,
 }
 
 
@@ -150,10 +157,14 @@ def _recomputed(activation: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
 
 class Feedforward(Part):
-    """The MLP of one block, or a part of it; `width` is that of its hidden units, None that of the config."""
+    """The MLP of one block, or a part of it; `width` is that of its hidden units, None that of the config.
+
+    With `hidden_bias` these have biases and the output has none, whatever the config says.
+    """
 
     kind: Mlp
     width: int | None = None
+    hidden_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
@@ -161,17 +172,18 @@ class Feedforward(Part):
         c = self.config
         width = c.d_mlp if self.width is None else self.width
         if self.kind != "linear":
-            parts = ("input", "gate") if self.kind == "swiglu" else ("input",)
-            hidden = [self.dense(part, width)(x) for part in parts]
+            parts = ("input", "gate") if self.kind in get_args(GatedMlp) else ("input",)
+            hidden = [self.dense(part, width, use_bias=self.hidden_bias or None)(x) for part in parts]
             x = _recomputed(_ACTIVATIONS[self.kind])(*hidden)
             x = x if factor is None else x * factor.astype(x.dtype)
-        return self.dense("output", c.d_model, writes_residual=True)(x)
+        bias = False if self.hidden_bias else None
+        return self.dense("output", c.d_model, use_bias=bias, writes_residual=True)(x)
 
 
 class Experts(Part):
-    """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2.
+    """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2, and of others.
 
-    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), f swiglu MLPs, w the softmax probabilities of the chosen. It is
+    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), f gated MLPs, w the softmax probabilities of the chosen. It is
     for measuring: every expert is computed for every token, as one wide MLP whose hidden units are multiplied by w, so
     that it costs E / per_token times what a grouped product would. Gradients reach the router through the chosen
     probabilities alone; there is no auxiliary loss for balance. The hidden units of expert e are the e-th of E equal
@@ -188,11 +200,15 @@ class Experts(Part):
         c, of = self.config, self.config.experts
         assert of is not None
         width = of.d_expert or c.d_mlp
-        logits = Linear(of.num_experts, False, kernel_initializer(c), jnp.float32, self.linear, name="router")(x)
-        factor = jnp.repeat(_routing(logits, of), width, axis=-1)
-        y = Feedforward(c, self.linear, "swiglu", of.num_experts * width, name="experts")(x, factor)
+        router = Linear(of.num_experts, of.use_bias, kernel_initializer(c), jnp.float32, self.linear, name="router")
+        weights = _routing(router(x), of)
+        experts = Feedforward(c, self.linear, of.mlp, of.num_experts * width, of.use_bias, name="experts")
+        y = experts(x, jnp.repeat(weights, width, axis=-1))
+        if of.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (of.num_experts, c.d_model), jnp.float32)
+            y += (weights @ bias).astype(y.dtype)
         if of.num_shared:
-            y += Feedforward(c, self.linear, "swiglu", of.num_shared * width, name="shared")(x)
+            y += Feedforward(c, self.linear, of.mlp, of.num_shared * width, name="shared")(x)
         return y
 
 
@@ -200,14 +216,17 @@ def _routing(logits: jax.Array, experts: ExpertsConfig) -> jax.Array:
     """Computes the weights of routed experts: softmax of the router's logits times `scale`, 0 for those not chosen.
 
     Chosen are the `per_token` likeliest, with groups from the `groups_per_token` groups whose likeliest expert is
-    likeliest. Weights are not normalised again. Logits and weights are [..., E].
+    likeliest. Weights sum to 1 before that factor only with `normalize`. Logits and weights are [..., E].
     """
     scores = jax.nn.softmax(logits, axis=-1)
     if experts.groups_per_token < experts.groups:
         by_group = scores.reshape(*scores.shape[:-1], experts.groups, -1)
         kept = _largest(jnp.max(by_group, axis=-1), experts.groups_per_token)
         scores = (by_group * kept[..., None]).reshape(scores.shape)
-    return scores * _largest(scores, experts.per_token) * experts.scale
+    scores *= _largest(scores, experts.per_token)
+    if experts.normalize:
+        scores /= jnp.sum(scores, axis=-1, keepdims=True)
+    return scores * experts.scale
 
 
 def _largest(x: jax.Array, count: int) -> jax.Array:

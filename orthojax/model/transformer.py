@@ -36,7 +36,7 @@ _MOST_UNROLLED = 48  # layers, by `unroll_layers="auto"`: compilation takes a se
 
 
 class Block(nn.Module):
-    """Attention, then MLP, or both at once, each added to the residual stream; with norms at one of three places."""
+    """Attention, then MLP, or both at once, each added to the residual stream; with norms where `block` puts them."""
 
     config: ModelConfig
     linear: LinearFunction
@@ -64,7 +64,7 @@ class Block(nn.Module):
         if c.layer_attention(self.layer):
             read = self._normed(x, "attention", "input")
             attend = (Attention if c.latent is None else LatentAttention)(
-                c, self.linear, self.round_kv, name="attention"
+                c, self.linear, self.round_kv, self.layer, name="attention"
             )
             attention_output, taps, new = attend(read, given, cached, prefix)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
@@ -99,11 +99,12 @@ class Block(nn.Module):
         return x, self.observe(seen)
 
     def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: str) -> jax.Array:
-        """Applies the norm of a part if its place is `at`: its input, its output, or the sum with the stream."""
+        """Applies the norm of a part if a place of it is `at`: its input, its output, or the sum with the stream."""
         c = self.config
-        place = {"post_norm": "sum", "output_norm": "output"}.get(c.block, "input")
-        there = at == place and c.layer_norm(part, self.layer)
-        return stream_norm(x, c, self.linear, f"{part}_norm") if there else x
+        places = {"post_norm": ["sum"], "output_norm": ["output"], "sandwich_norm": ["input", "output"]}
+        there = at in places.get(c.block, ["input"]) and c.layer_norm(part, self.layer)
+        second = c.block == "sandwich_norm" and at == "output"
+        return stream_norm(x, c, self.linear, f"{part}_output_norm" if second else f"{part}_norm") if there else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
         return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
@@ -206,6 +207,7 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
+        x = x * c.d_model**0.5 if c.scale_embeddings else x
         x = self._projected(x, "embedding_output") if c.embedding_projection else x
         x = x.astype(jnp.promote_types(x.dtype, dtype))  # parameters may be narrower than what blocks return
         if c.fixed_rotation:
@@ -230,10 +232,14 @@ class Transformer(nn.Module):
         if c.tie_embeddings:
             kernel = embed.embedding.astype(dtype)
             if self.linear_head:
-                return self.linear(x, kernel.T, None, "head").astype(jnp.float32), observed
-            return kernel_product(x, kernel, contract=1, preferred_element_type=jnp.float32), observed
-        logits = Linear(c.vocab_size, False, kernel_initializer(c), dtype, self.linear, name="head")(x)
-        return logits.astype(jnp.float32), observed
+                logits = self.linear(x, kernel.T, None, "head").astype(jnp.float32)
+            else:
+                logits = kernel_product(x, kernel, contract=1, preferred_element_type=jnp.float32)
+        else:
+            logits = Linear(c.vocab_size, False, kernel_initializer(c), dtype, self.linear, name="head")(x)
+            logits = logits.astype(jnp.float32)
+        cap = c.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap), observed
 
     def _projected(self, x: jax.Array, name: str) -> jax.Array:
         c, orthogonal = self.config, nn.initializers.orthogonal()
@@ -243,8 +249,10 @@ class Transformer(nn.Module):
         """Returns the kernel that maps final hidden states to logits, and the axis of the vocabulary in it.
 
         That is (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product:
-        another `linear` may quantise the head, by statistics of all positions.
+        another `linear` may quantise the head, by statistics of all positions, and logits may be capped.
         """
+        if self.config.final_soft_cap is not None:
+            return None
         if self.config.tie_embeddings:
             return None if self.linear_head else (params["token_embedding"]["embedding"], 0)
         return (params["head"]["kernel"], 1) if getattr(self.linear, "is_plain_product", False) else None

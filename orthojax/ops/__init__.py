@@ -22,6 +22,7 @@ from orthojax.ops.normalizers import softmax1 as softmax1
 from orthojax.ops.normalizers import softmax_n as softmax_n
 from orthojax.ops.normalizers import softmax_with_sink as softmax_with_sink
 from orthojax.ops.normalizers import softpick as softpick
+from orthojax.ops.rotary import dynamic_frequencies as dynamic_frequencies
 from orthojax.ops.rotary import llama3_frequencies as llama3_frequencies
 from orthojax.ops.rotary import rotary as rotary
 from orthojax.ops.rotary import rotary_frequencies as rotary_frequencies

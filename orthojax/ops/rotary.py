@@ -54,7 +54,7 @@ def rotary(
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def rotary_frequencies(width: int, theta: float = 10_000.0) -> jax.Array:
+def rotary_frequencies(width: int, theta: float | jax.Array = 10_000.0) -> jax.Array:
     r"""Returns the radians per position of each pair of channels, :math:`\theta^{-2i/R}`, [R/2].
 
     ValueError for odd `width` R, or a base `theta` that is not positive.
@@ -137,6 +137,26 @@ def yarn_frequencies(
     first, last = max(first, 0), min(last, width - 1)
     lowered = jnp.clip((jnp.arange(width // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
     return plain * (1.0 - lowered + lowered / factor)
+
+
+def dynamic_frequencies(
+    width: int, theta: float, factor: float, original_length: int, length: int | jax.Array
+) -> jax.Array:
+    r"""Returns frequencies for a text of `length` tokens, of a base that grows with it ("dynamic NTK").
+
+    With L the original length, R the `width`, above 2, and :math:`n = \max(\mathrm{length}, L)`, the base is
+    :math:`\theta (s n / L - s + 1)^{R / (R - 2)}` for the factor s: `theta` up to L. The result is [R/2], radians per
+    position.
+
+    Reference:
+      The configurations that models are published with, as implementations read them; YaRN (Peng et al.,
+      `arXiv 2309.00071 <https://arxiv.org/abs/2309.00071>`_), section 3.3, names it.
+
+    >>> dynamic_frequencies(4, 100.0, 2.0, 8, 16).tolist() == rotary_frequencies(4, 900.0).tolist()
+    True
+    """
+    n = jnp.maximum(length, original_length).astype(float)
+    return rotary_frequencies(width, theta * (factor * n / original_length - factor + 1) ** (width / (width - 2)))
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -4,6 +4,7 @@ Reading refuses, by name, what no row explains.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,26 +12,27 @@ from typing import Any
 from orthojax.config import ModelConfig, RopeConfig, fields_affecting, flatten, from_flat, require
 from orthojax.errors import UserError
 from orthojax.ops.rotary import yarn_mscale
-from orthojax.pretrained.families import Choice, Equal, Family, Only, integer
+from orthojax.pretrained.families import Choice, Equal, Family, Only, Same, integer
 
 # Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
 _IGNORED = re.compile(
     r"_.*|.*drop(out)?|.*dropout_prob|.*_token_id|.*2label|label2id|_?num_labels|output_(attentions|hidden_states|past|router_logits|scores)|summary_.*"
-    r"|architectures|attn_implementation|auto_map|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
+    r"|architectures|attn_implementation|auto_map|cache_implementation|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
     r"|gradient_checkpointing|init_std|initializer_range|is_decoder|is_llama_config|max_sequence_length|model_type"
-    r"|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|task_specific_params|tf_legacy_loss"
+    r"|initial_context_length|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|router_(aux_loss_coef|jitter_noise)|task_specific_params|tf_legacy_loss"
     r"|tokenizer_class|torchscript|transformers.*|unsloth_.*|use_bfloat16|use_cache"
     # How text is drawn.
     r"|bad_words_ids|.*suppress_tokens|.*_penalty|do_sample|early_stopping|(max|min)_length|max_new_tokens"
     r"|.*no_repeat_ngram_size|num_beam.*|num_return_sequences|remove_invalid_values|return_dict.*|temperature"
     r"|top_[kp]|typical_p"
-    r"|partial_rotary_factor|rope_(interleaved|parameters|scaling|theta)|rotary_(emb_base|pct)"
-    r"|original_max_position_embeddings|layer_types|max_window_layers|use_sliding_window"
+    r"|partial_rotary_factor|rope_(interleaved|local_base_freq|parameters|scaling|theta)|rotary_(emb_base|pct)"
+    r"|original_max_position_embeddings|layer_types|max_window_layers|sliding_window_(pattern|size)|use_sliding_window"
 )
 # Fields that say nothing with this value, and something with another one; None says nothing in any field.
 _NOTHING = {
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,  # of Phi-3
     "add_cross_attention": False, "is_causal": True, "is_encoder_decoder": False, "pruned_heads": {},
-    "tie_encoder_decoder": False, "use_mrope": False,
+    "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
 }  # fmt: skip
 _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # whose arithmetic comes before the check of types
 
@@ -62,7 +64,8 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     _require_known(family, given)
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]
-    fields = (_read_rotary(family, given, fields.get("max_length")) if family.rotary else {}) | fields
+    read_rotary = _read_local_rotary if family.local_rope else _read_rotary
+    fields = (read_rotary(family, given, fields.get("max_length")) if family.rotary else {}) | fields
     if family.more is not None:
         fields |= family.more.read(given)
     if isinstance(fields.get("d_head"), int) and fields["d_head"] * fields["num_heads"] == fields["d_model"]:
@@ -71,7 +74,9 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
         fields["num_kv_heads"] = None
     # Before layers are counted one by one.
     require(0 < fields["num_layers"] <= 2**12, f"a model of {fields['num_layers']} layers", "1 to 4096")
-    fields["attention_window"] = _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
+    fields |= _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
+    if fields["attention_window"] is None:
+        fields.pop("rope_local_theta", None)
     return from_flat(ModelConfig, fields)
 
 
@@ -84,26 +89,45 @@ def _require_known(family: Family, given: Mapping[str, Any]) -> None:
             raise UserError(f"config field {name}={value!r} is not known of {family.name} models")
 
 
-def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> int | None:
-    """Returns the window of all layers; refuses windows in some of them, and contradictory declarations."""
-    # Qwen models have windows if the first says so, in the layers of `layer_types`, or else from the second on.
-    used, first, kinds = (given.get(name) for name in ("use_sliding_window", "max_window_layers", "layer_types"))
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> dict[str, Any]:
+    """Returns the windows of all layers; refuses contradictory declarations, and those that the family ignores."""
+    used, kinds = given.get("use_sliding_window"), given.get("layer_types")
     if family.window_switch:
         window = window if used else None
-        first = integer(given, "max_window_layers", 28)
     else:
         problem = f"use_sliding_window={used!r} is not supported of {family.name} models"
         require(used in (None, window is not None), problem, str(window is not None))
     if kinds is None:
-        full = num_layers if window is None else min(max(first or 0, 0), num_layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    allowed = [["full_attention"] * num_layers] if window is None or family.window_switch else []
-    allowed += [] if window is None else [["sliding_attention"] * num_layers]
+        windowed = family.windowed or (lambda given, layer: layer >= integer(given, "max_window_layers", 0))
+        kinds = [_KINDS[window is not None and windowed(given, layer)] for layer in range(num_layers)]
+    allowed = _KINDS if window is not None and family.windowed else (_KINDS[window is not None],)
     kinds = kinds if isinstance(kinds, list) else [kinds]
     shown = ", ".join(dict.fromkeys(map(str, kinds)))
     problem = f"layer_types={shown} of {len(kinds)} layers is not supported of {family.name} models"
-    require(kinds in allowed, problem, " or ".join(f"{each[0]} of each of {num_layers}" for each in allowed))
-    return window if "sliding_attention" in kinds else None
+    fits = len(kinds) == num_layers and all(kind in allowed for kind in kinds)
+    require(fits, problem, f"{' or '.join(allowed)} of each of {num_layers}")
+    windows = tuple(window if kind == _KINDS[1] else None for kind in kinds)
+    if len(set(kinds)) == 1:
+        return {"attention_window": windows[0]}
+    return {"attention_window": windows, "scan_layers": False}
+
+
+def _write_window(family: Family, config: ModelConfig) -> dict[str, Any]:
+    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    window = next((window for window in windows if window is not None), None)
+    row, given = family.fields.get("sliding_window"), {}
+    if isinstance(row, Same):
+        unused = row.default if family.windowed and not family.window_switch else None  # which transformers asks for
+        given = {"sliding_window": unused if window is None else window}
+    if family.window_switch:  # and for libraries that read no `layer_types`, the first layer with a window
+        given |= {"use_sliding_window": window is not None}
+        given |= {"max_window_layers": windows.index(window) if window is not None else config.num_layers}
+    if family.windowed:
+        given["layer_types"] = [_KINDS[window is not None] for window in windows]
+    return given
 
 
 # `rope_type` -> its fields -> those of `RopeConfig`.
@@ -113,9 +137,22 @@ _SCALINGS = {
     "linear": {"factor": "factor"},
     "llama3": _LONGER | {"low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor"},
     "yarn": _LONGER | {"beta_slow": "low_frequency_factor", "beta_fast": "high_frequency_factor"},
+    "dynamic": {"factor": "factor"},  # from `max_position_embeddings` on
+    "longrope": _LONGER,
 }
 _MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
 _ORIGINAL = "original_max_position_embeddings"
+
+
+def _read_local_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
+    """Reads rotary fields of which layers with a window have their own, plain ones."""
+    rope, theta = given.get("rope_parameters") or {}, given.get("rope_local_base_freq", 10_000.0)
+    if isinstance(rope, dict) and rope.keys() & set(_KINDS):
+        local, rope = (rope.get(kind) or {} for kind in reversed(_KINDS))
+        plain = isinstance(local, dict) and local.get("rope_type", "default") == "default"
+        require(plain, f"rope_parameters.{_KINDS[1]}={local} is not supported", "rope_type default")
+        theta = local.get("rope_theta", theta)
+    return _read_rotary(family, dict(given) | {"rope_parameters": rope}, max_length) | {"rope_local_theta": theta}
 
 
 def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
@@ -124,9 +161,12 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
         value = given.get(name) or {}
         require(isinstance(value, dict), f"{name}={value!r} is not supported", "an object of rope_type and its fields")
         rope |= value
+    theta = family.rope["rope_theta"]
+    rope = rope or {name: value for name, value in family.rope.items() if name != "rope_theta"}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in older configs
     require(kind in tuple(_SCALINGS), f"rope_type={kind!r} is not supported", " | ".join(_SCALINGS))
-    theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", 10_000.0)))
+    theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", theta)))
     numbers, fraction = {"rope_theta": theta}, rope.pop("partial_rotary_factor", None)
     if family.rotary_fraction is None:  # transformers rotates all channels whatever it says, or fails
         require(kind == "default" or fraction in (None, 1), f"partial_rotary_factor={fraction} is not supported", "1.0")
@@ -137,6 +177,8 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     # As in transformers: a length beside `rope_parameters` counts before one in it, and the whole length without both.
     defaults = {"beta_slow": 1.0, "beta_fast": 32.0, _ORIGINAL: max_length}
     rope |= {_ORIGINAL: given.get(_ORIGINAL) or rope.get(_ORIGINAL)} if _ORIGINAL in scaling else {}
+    if kind == "longrope" and isinstance(rope[_ORIGINAL], int) and isinstance(max_length, int):
+        defaults["factor"] = max(max_length / max(rope[_ORIGINAL], 1), 1.0)
     numbers |= {name: defaults.get(name) if rope.get(name) is None else rope[name] for name in scaling}
     if kind == "yarn" and family.mscales and (rope.get("mscale") or rope.get("mscale_all_dim")):
         # If one of them is missing, implementations differ.
@@ -145,7 +187,9 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     missing = sorted(name for name, value in numbers.items() if value is None)
     require(not missing, f"rope_type={kind!r} has no {', '.join(missing)}", ", ".join(numbers))
     known = {*numbers, "rope_type", "type"}
-    known |= {"linear": {_ORIGINAL}, "yarn": {"attention_factor", "truncate"}}.get(kind, set())
+    more = {"linear": {_ORIGINAL}, "longrope": {"attention_factor", "short_factor", "long_factor"}}
+    more["yarn"] = {"attention_factor", "truncate"} | (set() if family.mscales else set(_MSCALES))
+    known |= more.get(kind, set())
     unknown = sorted(name for name in set(rope) - known if rope[name] is not None)
     require(not unknown, f"field {', '.join(unknown)} of rope_type={kind!r} is not known", ", ".join(sorted(known)))
     for name, value in numbers.items():
@@ -156,16 +200,41 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
         found["rope.fraction"] = numbers["partial_rotary_factor"]
     if kind != "default":
         found |= {f"rope.{ours}": numbers[name] for name, ours in scaling.items()} | {"rope.scaling": kind}
-    return found | (_read_yarn(rope, numbers) if kind == "yarn" else {})
+    if kind == "dynamic":
+        found["rope.original_length"] = max_length
+    if kind == "longrope":
+        return found | _read_longrope(rope, numbers)
+    return found | (_read_yarn(family, rope, numbers) if kind == "yarn" else {})
 
 
-def _read_yarn(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _read_longrope(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads a factor for each pair of channels, and `attention_factor` f: f^2 = 1 + mscale ln(factor) / ln(length)."""
+    found: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name)
+        fits = isinstance(factors, list) and all(isinstance(x, int | float) for x in factors)
+        require(fits, f"{name}={factors!r} of rope_type='longrope' is not supported", "a list of numbers")
+        found[f"rope.{name}s"] = tuple(factors or ())
+    if (f := rope.get("attention_factor")) is not None:
+        factor, length = numbers["factor"], numbers[_ORIGINAL]
+        problem = f"attention_factor={f!r} with factor={factor} is not supported"
+        fits = isinstance(f, int | float) and f >= 1.0 and factor > 1.0 and length > 1
+        require(fits, problem, "1 or more, with a factor and a length above 1")
+        found["rope.mscale"] = round((f**2 - 1.0) * math.log(length) / math.log(factor), 12)
+    return found
+
+
+def _read_yarn(family: Family, rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Reads `truncate`, and `attention_factor` f in the place of `mscale`: f = m(mscale) / m(mscale_all_dim)."""
     truncate, attention_factor = rope.get("truncate", True), rope.get("attention_factor")
     require(isinstance(truncate, bool), f"truncate={truncate!r} is not supported", "true | false")
+    factor, given = numbers["factor"], [rope[name] for name in _MSCALES if rope.get(name)]
+    if attention_factor is None and not family.mscales and len(given) == 2:  # whose logits stay as they are
+        require(all(isinstance(x, int | float) for x in given), f"mscale={given} is not supported", "numbers")
+        attention_factor = yarn_mscale(factor, given[0]) / yarn_mscale(factor, given[1])
     if attention_factor is None:
         return {"rope.truncate": truncate}
-    factor, is_number = numbers["factor"], isinstance(attention_factor, int | float)
+    is_number = isinstance(attention_factor, int | float)
     m = attention_factor * yarn_mscale(factor, numbers.get("mscale_all_dim", 0.0)) if is_number and factor > 1 else 0.0
     problem = f"attention_factor={attention_factor!r} with factor={factor} is not supported"
     require(m >= 1.0, problem, "one that makes rotated channels no smaller, with a factor above 1")
@@ -174,7 +243,8 @@ def _read_yarn(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str,
 
 
 def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
-    rope, given = config.rope, {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope, outside = config.rope, {}
+    given: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if rope is not None and rope.scaling != "none":
         scaling = _SCALINGS[rope.scaling]
         if rope.scaling == "yarn" and family.mscales and rope.mscale_all:
@@ -183,14 +253,24 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
             given["attention_factor"] = yarn_mscale(rope.factor, rope.mscale)
         given |= {} if rope.truncate else {"truncate": False}
         given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
+    if rope is not None and rope.scaling == "longrope":
+        given |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+        if rope.mscale != 1.0:
+            ratio = math.log(rope.factor) / math.log(rope.original_length)
+            given["attention_factor"] = math.sqrt(1.0 + rope.mscale * ratio)
+        outside = {_ORIGINAL: rope.original_length}  # where it counts, and is 4096 for Phi-3 if it is missing
     if family.rotary_fraction is not None:
         given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
-    return {"rope_parameters": given}
+    if family.local_rope:
+        theta = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
+        given = dict(zip(_KINDS, (given, {"rope_type": "default", "rope_theta": theta}), strict=True))
+    return outside | {"rope_parameters": given}
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
     """Returns a foreign config of a model, without what does not affect results; None if the family has none for it."""
-    given: dict[str, Any] = {"model_type": family.name}
+    # No token is for padding: that of a family, if it is left out, may not be in the vocabulary.
+    given: dict[str, Any] = {"model_type": family.name, "pad_token_id": None}
     ours = flatten(config)
     for name, row in family.fields.items():
         if isinstance(row, Only):
@@ -209,9 +289,9 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
         given["num_key_value_heads"] = config.kv_heads
     if "head_dim" in given:
         given["head_dim"] = config.head_dim
-    if family.window_switch:
-        windowed = config.attention_window is not None
-        given |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else config.num_layers}
+    if "query_pre_attn_scalar" in given:
+        given["query_pre_attn_scalar"] = config.logits_width or config.head_dim
+    given |= _write_window(family, config)
     given |= family.more.write(config) if family.more else {}
     given |= _write_rotary(family, config) if family.rotary else {}
     try:
@@ -228,12 +308,15 @@ def computed_as(config: ModelConfig) -> ModelConfig:
         unread |= {"max_length"}
     if config.position != "rotary":
         unread |= {"rope", "rope_theta"}
+    if config.rope_local_theta == config.rope_theta and (config.rope is None or config.rope.scaling == "none"):
+        unread |= {"rope_local_theta"}
     if config.normalizer != "softmax_n":
         unread |= {"normalizer_n"}
     if not config.has_experts:
         unread |= {"experts"}
     changes: dict[str, Any] = {name: getattr(plain, name) for name in unread}
     changes |= {"num_kv_heads": config.kv_heads, "d_head": config.head_dim}
+    changes |= {"logits_width": config.logits_width or config.head_dim}
     if config.rope == RopeConfig():
         changes["rope"] = None
     if config.latent is not None:
@@ -242,7 +325,7 @@ def computed_as(config: ModelConfig) -> ModelConfig:
         changes["experts"] = dataclasses.replace(config.experts, d_expert=config.experts.d_expert or config.d_mlp)
     if config.use_bias == "norm" and not config.has_norm_bias:
         changes["use_bias"] = False
-    kinds = tuple(config.layer_mlp(layer) for layer in range(config.num_layers))
-    if len(set(kinds)) == 1:
-        changes["mlp"] = kinds[0]
+    for name in ("mlp", "attention_window", "rotary_layers"):
+        value = getattr(config, name)
+        changes |= {name: value[0]} if isinstance(value, tuple) and len(set(value)) == 1 else {}
     return dataclasses.replace(config, **changes | {"scan_layers": False})

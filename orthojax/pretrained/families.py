@@ -148,8 +148,13 @@ class Family:
     rotary: bool = True  # `rope_parameters`, or the older fields, are read
     # The share of rotated channels if no field says it; None if the foreign library reads no such field.
     rotary_fraction: float | None = None
+    # Rotary fields if a config has none, and its `rope_theta` if there is none.
+    rope: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"rope_theta": 10_000.0})
     mscales: bool = False  # YaRN scales logits by `mscale` and `mscale_all_dim`
     window_switch: bool = False  # windows are on if `use_sliding_window` says so
+    # Whether a layer (of a config) has a window if no `layer_types` say so; None if all have one, or none.
+    windowed: Callable[[Mapping[str, Any], int], bool] | None = None
+    local_rope: bool = False  # `rope_parameters` has an object for layers with windows, and one for the others
     more: More | None = None
 
 
@@ -190,7 +195,11 @@ _LLAMA_FIELDS = _SIZES | {
     "mlp_bias": Only((False,)),
     "tie_word_embeddings": Same("tie_embeddings", False),
 }
+_UNCLIPPED = {"clip_qkv": Only((None,))}
+_BIASED = {"attention_bias": Choice("use_bias", {False: False, True: "attention"}, False)}
 _LLAMA_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
+_ACTIVATIONS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
+_ACTIVATIONS |= {"gelu": "gelu_exact", "relu": "relu"}
 _PROJECTIONS = {"gate_proj": "gate", "up_proj": "input", "down_proj": "output"}
 _GATED = [
     row for there, here in _PROJECTIONS.items() for row in dense_rows(f"layers.{{}}.mlp.{there}", f"layers/mlp/{here}")
@@ -202,6 +211,16 @@ _ATTENTION = [
     *norm_rows("layers.{}.self_attn.q_norm", "layers/attention/query_norm"),
     *norm_rows("layers.{}.self_attn.k_norm", "layers/attention/key_norm"),
 ]
+
+
+def _expert_rows(there: str, names: Mapping[str, str]) -> list[Weight]:
+    return [
+        Weight(f"layers.{{}}.{there}.gate.weight", ("layers/mlp/router/kernel",), TRANSPOSED),
+        *(Weight(f"layers.{{}}.{there}.experts.{{expert}}.{name}.weight", (f"layers/mlp/experts/{here}/kernel",),
+                 TRANSPOSED, -2 if here == "output" else -1) for name, here in names.items()),
+    ]  # fmt: skip
+
+
 _ENDS = _end_rows("embed_tokens", "norm", "lm_head")
 _NORMS = [
     *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
@@ -222,9 +241,7 @@ GPT2 = Family(
         "n_head": Same("num_heads"),
         "n_inner": Same("d_mlp", None),
         "layer_norm_epsilon": Same("norm_eps", 1e-5),
-        "activation_function": Choice(
-            "mlp", {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}, "gelu"
-        ),
+        "activation_function": Choice("mlp", _ACTIVATIONS, "gelu"),
         "tie_word_embeddings": Same("tie_embeddings", True),
         "scale_attn_weights": Only((True,)),
         "scale_attn_by_inverse_layer_idx": Only((False,)),
@@ -245,32 +262,67 @@ GPT2 = Family(
     ignored=(".attn.bias", ".attn.masked_bias"),
     rotary=False,
 )
-LLAMA = Family("llama", "LlamaForCausalLM", _LLAMA_BASE, _LLAMA_FIELDS, _LLAMA_WEIGHTS)
+
+
+def _read_biases(given: Mapping[str, Any]) -> dict[str, Any]:
+    of_attention, of_mlp = given.get("attention_bias") or False, given.get("mlp_bias") or False
+    known = {(False, False): False, (True, False): "attention", (True, True): True}
+    problem = f"attention_bias={of_attention}, mlp_bias={of_mlp} is not supported"
+    require((of_attention, of_mlp) in tuple(known), problem, "biases of attention, of both, or none")
+    return {"use_bias": known[of_attention, of_mlp]}
+
+
+def _write_biases(c: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": c.has_output_bias, "mlp_bias": c.has_bias}
+
+
+_NO_BIASES = {name: row for name, row in _LLAMA_FIELDS.items() if not name.endswith("_bias")}
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _LLAMA_BASE,
+    _NO_BIASES,
+    _LLAMA_WEIGHTS,
+    more=More(frozenset({"attention_bias", "mlp_bias"}), _read_biases, _write_biases),
+)
+
+
+def _is_late(given: Mapping[str, Any], layer: int) -> bool:
+    return layer >= integer(given, "max_window_layers", 28)
+
+
 _WINDOWED = _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)}
 MISTRAL = Family("mistral", "MistralForCausalLM", _LLAMA_BASE, _WINDOWED, _LLAMA_WEIGHTS)
 QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM", _LLAMA_BASE | {"use_bias": "qkv"}, _WINDOWED, _LLAMA_WEIGHTS, window_switch=True
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _LLAMA_BASE | {"use_bias": "qkv"},
+    _WINDOWED,
+    _LLAMA_WEIGHTS,
+    window_switch=True,
+    windowed=_is_late,
 )
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _LLAMA_BASE | {"qk_norm": "head"},
-    _WINDOWED | {"head_dim": Same("d_head", 128)},
+    _WINDOWED | _BIASED | {"head_dim": Same("d_head", 128)},
     _LLAMA_WEIGHTS,
     window_switch=True,
+    windowed=_is_late,
 )
 OLMO = Family(
     "olmo",
     "OlmoForCausalLM",
     _LLAMA_BASE | {"norm": "layernorm_nonparametric", "norm_eps": 1e-5},
-    {name: row for name, row in _LLAMA_FIELDS.items() if name != "rms_norm_eps"} | {"clip_qkv": Only((None,))},
+    {name: row for name, row in (_LLAMA_FIELDS | _BIASED | _UNCLIPPED).items() if name != "rms_norm_eps"},
     _LLAMA_WEIGHTS,
 )
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
     _LLAMA_BASE | {"block": "output_norm", "qk_norm": "all"},
-    _LLAMA_FIELDS | {"rms_norm_eps": Same("norm_eps", 1e-5)},
+    _LLAMA_FIELDS | _BIASED | {"rms_norm_eps": Same("norm_eps", 1e-5)},
     [
         *_ENDS,
         *_ATTENTION,
@@ -284,8 +336,7 @@ GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
     {"position": "rotary", "norm": "layernorm", "use_bias": True, "normalizer": "softmax"},
     _SIZES | {
-        "hidden_act": Choice("mlp", {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu"},
-                             "gelu_exact"),
+        "hidden_act": Choice("mlp", _ACTIVATIONS, "gelu_exact"),
         "layer_norm_eps": Same("norm_eps", 1e-5),
         "use_parallel_residual": Choice("block", {True: "parallel", False: "pre_norm"}, "parallel"),
         "attention_bias": Only((True,)),
@@ -452,16 +503,263 @@ DEEPSEEK_V2 = Family(
         *norm_rows(_THERE + "kv_a_layernorm", _HERE + "latent_norm"),
         Weight(_THERE + "kv_b_proj.weight", (_HERE + "key/kernel", _HERE + "value/kernel"), _KEY_VALUE),
         Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
-        Weight("layers.{}.mlp.gate.weight", ("layers/mlp/router/kernel",), TRANSPOSED),
         *_GATED,
+        *_expert_rows("mlp", _PROJECTIONS),
         *(Weight(f"layers.{{}}.mlp.shared_experts.{there}.weight", (f"layers/mlp/shared/{here}/kernel",), TRANSPOSED)
           for there, here in _PROJECTIONS.items()),
-        *(Weight(f"layers.{{}}.mlp.experts.{{expert}}.{there}.weight", (f"layers/mlp/experts/{here}/kernel",),
-                 TRANSPOSED, -2 if here == "output" else -1) for there, here in _PROJECTIONS.items()),
     ],
     mscales=True,
     more=More(frozenset(_NAMES), _read, _write),
 )  # fmt: skip
-FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2)
+
+
+# gpt-oss: all experts in one tensor [E, in, out], gates and the other hidden units alternating.
+
+
+def _read_interleaved(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    return [np.moveaxis(part, 0, -2).reshape(*x.shape[1:-1], -1) for part in (x[..., ::2], x[..., 1::2])]
+
+
+def _write_interleaved(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
+    experts = _experts(c)
+    both = [np.moveaxis(part.reshape(*part.shape[:-1], experts, -1), -2, 0) for part in x]
+    return np.stack(both, axis=-1).reshape(*both[0].shape[:-1], -1)
+
+
+def _experts(c: ModelConfig) -> int:
+    return 1 if c.experts is None else c.experts.num_experts
+
+
+def _read_quantized(given: Mapping[str, Any]) -> dict[str, Any]:
+    how = given.get("quantization_config") or {"quant_method": "mxfp4"}
+    method = how.get("quant_method") if isinstance(how, dict) else how
+    require(method == "mxfp4", f"quantization_config.quant_method={method!r} is not supported", "mxfp4")
+    return {}
+
+
+_INTERLEAVED = Transform(_read_interleaved, _write_interleaved)
+_STACKED = Transform(
+    lambda x, c: (x.reshape(-1, x.shape[-1]),), lambda x, c: x[0].reshape(_experts(c), -1, x[0].shape[-1])
+)
+_MOE = "layers.{}.mlp.experts."
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _LLAMA_BASE | {"mlp": "experts", "normalizer": "learned_sink", "experts.normalize": True,
+                   "experts.mlp": "swiglu_clamped", "experts.use_bias": True},
+    _NO_BIASES | {
+        "head_dim": Same("d_head", 64),
+        "rms_norm_eps": Same("norm_eps", 1e-5),
+        "attention_bias": Choice("use_bias", {True: "attention", False: False}, True),
+        "sliding_window": Same("attention_window", 128),
+        "num_local_experts": Same("experts.num_experts", 128),
+        "num_experts_per_tok": Same("experts.per_token", 4),
+        "experts_per_token": Equal("num_experts_per_tok"),
+        "swiglu_alpha": Only((1.702,)),
+        "swiglu_limit": Only((7.0,)),
+    },
+    [
+        *_ENDS,
+        *_NORMS,
+        *_ATTENTION,
+        Weight("layers.{}.self_attn.sinks", ("layers/attention/sink",), SAME),
+        *dense_rows("layers.{}.mlp.router", "layers/mlp/router"),
+        *(Weight(_MOE + f"gate_up_proj{end}", [f"layers/mlp/experts/{part}/{leaf}" for part in ("gate", "input")],
+                 _INTERLEAVED) for end, leaf in (("", "kernel"), ("_bias", "bias"))),
+        Weight(_MOE + "down_proj", ("layers/mlp/experts/output/kernel",), _STACKED),
+        Weight(_MOE + "down_proj_bias", ("layers/mlp/bias",), SAME),
+    ],
+    rope={"rope_theta": 150_000.0, "rope_type": "yarn", "factor": 32.0, "truncate": False,
+          "original_max_position_embeddings": 4096},
+    windowed=lambda given, layer: layer % 2 == 0,
+    more=More(frozenset({"quantization_config"}), _read_quantized, lambda c: {}),
+)  # fmt: skip
+# Gemma. There norms have w for a scale of 1 + w: ours is read back exactly if it is 0.5 or more, as w is then.
+
+_ONE_MORE = Transform(lambda x, c: (x.astype(np.float32) + 1,), lambda x, c: x[0].astype(np.float32) - 1)
+_GEMMA_BASE = _LLAMA_BASE | {"mlp": "geglu", "scale_embeddings": True}
+_GELU = Only(("gelu_pytorch_tanh", "gelu", "gelu_new", None))  # the approximation by tanh, whatever it says
+_GEMMA_FIELDS = {
+    **_NO_BIASES,
+    **_BIASED,
+    "head_dim": Same("d_head", 256),
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    "tie_word_embeddings": Same("tie_embeddings", True),
 }
+_GEMMA2_FIELDS = _GEMMA_FIELDS | {
+    "hidden_act": Only(("gelu_pytorch_tanh", None)),
+    "hidden_activation": Only(("gelu_pytorch_tanh",)),
+    "query_pre_attn_scalar": Same("logits_width", 256),
+    "attn_logit_softcapping": Same("attention_soft_cap", 50.0),
+    "final_logit_softcapping": Same("final_soft_cap", 30.0),
+    "sliding_window": Same("attention_window", 4096),
+}
+_GEMMA2_WEIGHTS = [
+    *_ENDS,
+    *_ATTENTION,
+    *_GATED,
+    *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
+    *norm_rows("layers.{}.post_attention_layernorm", "layers/attention_output_norm"),
+    *norm_rows("layers.{}.pre_feedforward_layernorm", "layers/mlp_norm"),
+    *norm_rows("layers.{}.post_feedforward_layernorm", "layers/mlp_output_norm"),
+]
+
+
+def _one_more(rows: Sequence[Weight]) -> list[Weight]:
+    return [row._replace(how=_ONE_MORE) if row.here[0].endswith("norm/scale") else row for row in rows]
+
+
+GEMMA = Family("gemma", "GemmaForCausalLM", _GEMMA_BASE, _GEMMA_FIELDS, _one_more(_LLAMA_WEIGHTS))
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _GEMMA_BASE | {"block": "sandwich_norm"},
+    _GEMMA2_FIELDS,
+    _one_more(_GEMMA2_WEIGHTS),
+    windowed=lambda given, layer: layer % 2 == 0,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _GEMMA_BASE | {"block": "sandwich_norm", "qk_norm": "head"},
+    _GEMMA2_FIELDS | {
+        "attn_logit_softcapping": Only((None,)),  # of which the implementation takes no notice
+        "final_logit_softcapping": Same("final_soft_cap", None),
+    },
+    _one_more(_GEMMA2_WEIGHTS),
+    rope={"rope_theta": 1_000_000.0},
+    windowed=lambda given, layer: (layer + 1) % max(integer(given, "sliding_window_pattern", 6), 1) != 0,
+    local_rope=True,
+)  # fmt: skip
+
+
+# Mixtures of experts in files of one tensor for each.
+
+
+def _read_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
+    layers, step = integer(given, "num_hidden_layers"), integer(given, "decoder_sparse_step", 1)
+    dense = given.get("mlp_only_layers") or []
+    experts = integer(given, "num_experts", integer(given, "num_local_experts", 128))  # the second of transformers 5
+    problem = f"mlp_only_layers={dense}, decoder_sparse_step={step} is not supported"
+    require(isinstance(dense, list) and step > 0, problem, "a list of layers, and 1 or more")
+    sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(min(layers, 2**12)))
+    kinds = tuple("experts" if is_sparse else "swiglu" for is_sparse in sparse)
+    return {"mlp": kinds, "scan_layers": len(set(kinds)) == 1, "experts.num_experts": experts}
+
+
+def _write_kinds(c: ModelConfig) -> dict[str, Any]:
+    given: dict[str, Any] = {"mlp_only_layers": [i for i in range(c.num_layers) if c.layer_mlp(i) != "experts"]}
+    if c.experts is not None:
+        given |= {"num_experts": c.experts.num_experts, "moe_intermediate_size": c.experts.d_expert or c.d_mlp}
+    return given
+
+
+_KIND_NAMES = frozenset({"decoder_sparse_step", "mlp_only_layers", "num_experts", "num_local_experts"})
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _LLAMA_BASE | {"qk_norm": "head"},
+    _WINDOWED | _BIASED | {
+        "num_experts_per_tok": Same("experts.per_token", 8),
+        "moe_intermediate_size": Same("experts.d_expert", 768),
+        "norm_topk_prob": Same("experts.normalize", False),
+    },
+    [*_LLAMA_WEIGHTS, *_expert_rows("mlp", _PROJECTIONS)],
+    window_switch=True,
+    more=More(_KIND_NAMES, _read_kinds, _write_kinds),
+)  # fmt: skip
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    _LLAMA_BASE | {"mlp": "experts", "experts.normalize": True},
+    _LLAMA_FIELDS | {
+        "rms_norm_eps": Same("norm_eps", 1e-5),
+        "sliding_window": Same("attention_window", None),
+        "num_local_experts": Same("experts.num_experts", 8),
+        "num_experts_per_tok": Same("experts.per_token", 2),
+    },
+    [*_ENDS, *_ATTENTION, *_NORMS, *_expert_rows("block_sparse_moe", {"w1": "gate", "w3": "input", "w2": "output"})],
+    rope={"rope_theta": 1_000_000.0},
+)  # fmt: skip
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _LLAMA_BASE | {"mlp": "experts", "qk_norm": "all"},
+    _LLAMA_FIELDS | _BIASED | _UNCLIPPED | {
+        "rms_norm_eps": Same("norm_eps", 1e-5),
+        "num_experts": Same("experts.num_experts", 64),
+        "num_experts_per_tok": Same("experts.per_token", 8),
+        "norm_topk_prob": Same("experts.normalize", False),
+    },
+    [*_ENDS, *_ATTENTION, *_NORMS, *_expert_rows("mlp", _PROJECTIONS)],
+)  # fmt: skip
+
+# Dense models.
+
+
+def _read_qkv(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    ends = [c.num_heads * c.head_dim, (c.num_heads + c.kv_heads) * c.head_dim]
+    return [part.T for part in np.split(x, ends)]
+
+
+def _write_rows(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
+    return np.concatenate([part.T for part in x])
+
+
+_FUSED = Transform(_read_qkv, _write_rows)
+_HALVES = Transform(lambda x, c: [part.T for part in np.split(x, 2)], _write_rows)
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    _LLAMA_BASE,
+    _LLAMA_FIELDS | {"rms_norm_eps": Same("norm_eps", 1e-5), "sliding_window": Same("attention_window", None)},
+    [
+        *_ENDS,
+        *_NORMS,
+        Weight(_THERE + "qkv_proj.weight", [f"{_HERE}{part}/kernel" for part in QKV], _FUSED),
+        Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
+        Weight("layers.{}.mlp.gate_up_proj.weight", ("layers/mlp/gate/kernel", "layers/mlp/input/kernel"), _HALVES),
+        *dense_rows("layers.{}.mlp.down_proj", "layers/mlp/output"),
+    ],
+    rotary_fraction=1.0,
+)
+
+
+def _rotates(given: Mapping[str, Any], layer: int) -> bool:
+    rotating = given.get("no_rope_layers")  # 1 where a layer has rotary positions
+    if rotating is None:
+        return (layer + 1) % max(integer(given, "no_rope_layer_interval", 4), 1) != 0
+    fits = isinstance(rotating, list) and layer < len(rotating) == integer(given, "num_hidden_layers")
+    require(fits, f"no_rope_layers={rotating} is not supported", "0 or 1 for each layer")
+    return bool(rotating[layer])
+
+
+def _read_rotating(given: Mapping[str, Any]) -> dict[str, Any]:
+    layers = tuple(_rotates(given, layer) for layer in range(min(integer(given, "num_hidden_layers"), 2**12)))
+    return _read_biases(given) | {"rotary_layers": layers, "scan_layers": len(set(layers)) == 1}
+
+
+def _write_rotating(c: ModelConfig) -> dict[str, Any]:
+    return _write_biases(c) | {"no_rope_layers": [int(c.layer_rotates(layer)) for layer in range(c.num_layers)]}
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    _LLAMA_BASE,
+    _NO_BIASES | {
+        "num_key_value_heads": Same("num_kv_heads", 4),
+        "sliding_window": Same("attention_window", None),
+        "tie_word_embeddings": Same("tie_embeddings", True),
+    },
+    _LLAMA_WEIGHTS,
+    rope={"rope_theta": 2_000_000.0},
+    window_switch=True,
+    windowed=lambda given, layer: not _rotates(given, layer),
+    more=More(frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"}), _read_rotating,
+              _write_rotating),
+)  # fmt: skip
+_ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
+_ALL += (QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

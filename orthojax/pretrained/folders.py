@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import ModelConfig, from_dict, require
-from orthojax.errors import UserError, needing
+from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import Quantized
@@ -39,7 +39,29 @@ def _tensors_of(folder: Path) -> Tensors:
     for path in _files(folder):
         with _opened(path) as file:
             tensors |= {name: functools.partial(_read, path, name) for name in file.keys()}
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        whole = name.removesuffix("_blocks")
+        if scales := tensors.pop(f"{whole}_scales", None):
+            tensors[whole] = functools.partial(_read_mxfp4, name, tensors.pop(name), scales)
     return tensors
+
+
+# The numbers of FP4 (E2M1), by their bits.
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
+
+
+def _read_mxfp4(name: str, blocks: Callable[[], np.ndarray], scales: Callable[[], np.ndarray]) -> np.ndarray:
+    """Reads a tensor [E, in, out] of gpt-oss from blocks [E, out, in / 32, 16] of MXFP4 and scales [E, out, in / 32].
+
+    A byte has two numbers, the first in its low bits, and 32 numbers have one scale 2^(s - 127) (OCP Microscaling
+    Formats, 2023).
+    """
+    codes, exponents = blocks(), scales()
+    fits = codes.dtype == exponents.dtype == np.uint8 and codes.shape == (*exponents.shape, 16)
+    require(fits, f"tensor {name} is {codes.dtype} {list(codes.shape)}", "blocks of MXFP4, uint8 [..., 16]")
+    values = np.ldexp(_FP4[np.stack([codes & 15, codes >> 4], axis=-1)], exponents[..., None, None].astype(int) - 127)
+    return np.swapaxes(values.reshape(*exponents.shape[:-1], -1), -1, -2)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -106,8 +128,9 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
     name: Any = given.get("model_type")
     if name == OWN:
         return from_dict(ModelConfig, given.get("model")), None
-    known = isinstance(name, str) and name in FAMILIES
-    require(known, f"model_type {name!r} is not supported", " | ".join(FAMILIES))
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = f"{nearest(str(name), FAMILIES)} orthojax.analysis.summarize takes arrays of any model".strip()
+        raise UserError(f"model_type {name!r} is not supported", allowed=" | ".join(FAMILIES), hint=hint)
     config = read_config(FAMILIES[name], given)
     if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
         warnings.warn(f"{folder} says tied embeddings, and has another head: the head is used", stacklevel=2)
@@ -253,6 +276,8 @@ def _flat(params: Any) -> dict[str, Any]:
 
 def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer: Any = None) -> str:
     """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
+
+    Only norm scales below 0.5 of a Gemma, whose files have them less 1, are rounded, as float32 near 1 is.
 
     A model that a family expresses becomes one, which transformers loads with equal logits. Any other, one with
     softmax-1 among them, gets a model_type of its own, so that nothing loads it as something else.
