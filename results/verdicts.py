@@ -64,8 +64,8 @@ def claims() -> str:
     lines = [
         "# All claims",
         "Written by `python results/verdicts.py --write` from the committed results. Criteria, all numbers and tables "
-        "are in the reports. Scale tiny unless a heading says otherwise; see [results](../results/README.md). What follows "
-        "from them is in [which recipe](which_recipe.md).",
+        "are in the reports. Scale tiny unless a heading says otherwise; see [results](../results/README.md). What "
+        "follows from them is in [which recipe](which_recipe.md).",
         (RESULTS / "in_short.md").read_text().strip(),
     ]
     for study, scale, results in committed():

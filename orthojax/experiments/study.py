@@ -294,7 +294,8 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
         # Perplexity of equal logits is nothing to compare with.
         known, config = quantity.name != "perplexity", results[after].config
         beside = analysis.compared_with(quantity.name, {}, analysis.conditions(config)) if known and config else ""
-        found.append((quantity.label, " → ".join(numbers), beside))
+        several = [of for of, *_ in results.study.headlines].count(metric) > 1
+        found.append((quantity.label + (f", {after}" if several else ""), " → ".join(numbers), beside))
     return found
 
 
