@@ -14,7 +14,14 @@ from tiny_run import loaded as tiny_loaded
 
 from orthojax import quant
 from orthojax.commands.analyze import checkpoint_series
-from orthojax.commands.any_model import knock_out, measure_model, read_rows, read_token_ids, sliding_loss_nats
+from orthojax.commands.any_model import (
+    attention_picture,
+    knock_out,
+    measure_model,
+    read_rows,
+    read_token_ids,
+    sliding_loss_nats,
+)
 from orthojax.commands.cli import named_paths
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer
@@ -152,6 +159,21 @@ def test_rows_of_text_are_those_of_its_tokens(tmp_path):
     np.testing.assert_array_equal(text.evaluation, [[256, *b"abcd"], [256, *b"efgh"]])
     with pytest.raises(UserError, match="31 tokens"):
         read_rows(files, tokenizer, rows=0, length=30)
+
+
+def test_attention_to_a_text_is_drawn_with_its_tokens(models):
+    loaded, tokens = opened(models, "planted")
+    picture = attention_picture(loaded, "a", tokens.evaluation[0, :4], [(0, 1), (0, 0)], ["<s>", "b", "c", "d"])
+    maps = [axes for axes in picture.figure.axes if axes.images]
+    assert [axes.get_title() for axes in maps] == ["layer 0, head 1", "layer 0, head 0"]
+    alike, first = (np.ma.filled(axes.images[0].get_array(), np.nan) for axes in maps)
+    triangle = np.where(np.tri(4), 0.0, np.nan)
+    np.testing.assert_allclose(alike, triangle + 1 / np.arange(1, 5)[:, None], atol=1e-6)
+    np.testing.assert_allclose(first, triangle + np.eye(4)[0], atol=1e-6)
+    assert [label.get_text() for label in maps[0].get_yticklabels()] == ["<s>", "b", "c", "d"]
+    for heads, count, named in (([(1, 0)], 4, "layer 1"), ([(0, 0)], 65, "65 tokens")):
+        with pytest.raises(UserError, match=named):
+            attention_picture(loaded, "a", np.zeros(count, np.int32), heads, [""] * count)
 
 
 @pytest.mark.parametrize(("length", "stride", "count"), [(8, 3, 30), (8, 8, 30), (6, 1, 13), (8, 5, 4), (8, 4, 8)])

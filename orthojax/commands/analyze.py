@@ -16,6 +16,7 @@ finished part is kept under stages/: after an interruption the same command resu
 
 import dataclasses
 import json
+import re
 import shlex
 import sys
 import time
@@ -55,6 +56,8 @@ def define_flags() -> None:
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
     define_settings("those of a card")
     flags.DEFINE_bool("quick", False, "Few rows, int8_coarse and w4a4 only, no rotation, no streaming.")
+    flags.DEFINE_string("attention_of", "", "A short text whose attention weights are drawn, for --heads.")
+    flags.DEFINE_list("heads", ["0.0"], "Heads of --attention_of as LAYER.HEAD: 0.3,1.2.")
     flags.DEFINE_list("card", [], "Files of cards of other models, to compare with.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
@@ -116,6 +119,31 @@ def _settings() -> dict[str, Any]:
     return {name: quant.setting_named(name) for name in (card.QUICK if FLAGS.quick else card.FORMATS)}
 
 
+def _heads() -> list[tuple[int, int]]:
+    """Returns the (layer, head) of `--heads`."""
+    found = [re.fullmatch(r"(\d+)\.(\d+)", given) for given in FLAGS.heads]
+    if not all(found):
+        raise UserError(f"--heads={','.join(FLAGS.heads)}", allowed="LAYER.HEAD, as in 0.3,1.2")
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
+def _attention(name: str, place: Path) -> list[Any]:
+    """Returns the picture of `--attention_of`."""
+    import numpy as np
+
+    from orthojax.commands import card
+    from orthojax.commands.any_model import attention_picture
+    from orthojax.data import load_tokenizer
+    from orthojax.train import load, require_tokenizer
+
+    loaded = load(place)
+    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
+    bos = loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos
+    ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([FLAGS.attention_of])[0].tolist()
+    words = [repr(card.token_text(tokenizer, token))[1:-1] for token in ids]
+    return [attention_picture(loaded, name, np.array(ids, np.int32), _heads(), words)]
+
+
 def _sliding(loaded: Any) -> dict[str, float]:
     from orthojax.commands.any_model import read_text, sliding_loss_nats
     from orthojax.data import load_tokenizer
@@ -175,6 +203,7 @@ def main(_: list[str]) -> None:
     if not FLAGS.model:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
     models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
+    _heads()  # refused before all work
     for path in models.values():
         find_place(path)
     if FLAGS.stride and (FLAGS.token_ids or FLAGS.text == ["held_out"]):
@@ -202,7 +231,8 @@ def main(_: list[str]) -> None:
     for name, place in places.items():  # one model in memory at a time
         measured[name], sections, text = _measure(name, place, settings)
         data.append({"name": name, **text})
-        more[name] = card.tables_and_pictures(name, sections)
+        tables, pictures = card.tables_and_pictures(name, sections)
+        more[name] = tables, pictures + (_attention(name, place) if FLAGS.attention_of else [])
         cards.append(
             card.make_card(name, models[name], measured[name], sections, machine | {"command": command, "text": text})
         )

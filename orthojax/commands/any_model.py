@@ -221,6 +221,33 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
     return changes
 
 
+_SHOWN_TOKENS = 64
+
+
+def attention_picture(loaded: LoadedModel, name: str, tokens: np.ndarray, heads: Sequence[tuple[int, int]],
+                      words: Sequence[str]) -> Picture:  # fmt: skip
+    """Draws the attention weights of some (layer, head) on one text, keys in columns, with its tokens as labels.
+
+    Raises:
+      UserError: For a head that the model does not have, or more tokens than a picture shows.
+    """
+    model = loaded.config.model
+    for layer, head in heads:
+        if not (0 <= layer < model.num_layers and 0 <= head < model.num_heads):
+            allowed = f"layers 0 to {model.num_layers - 1}, heads 0 to {model.num_heads - 1}"
+            raise UserError(f"there is no head {head} in layer {layer}", allowed=allowed)
+    if not 0 < len(tokens) <= _SHOWN_TOKENS:
+        raise UserError(f"a text of {len(tokens)} tokens to draw", allowed=f"1 to {_SHOWN_TOKENS}")
+    seen = analysis.measure(loaded, [tokens[None]], lambda taps: (taps.attention_weights, taps.visible))
+    weights, visible = (np.asarray(x)[:, 0] for x in seen)
+    panels = {
+        f"layer {layer}, head {head}": np.where(visible[layer, 0], weights[layer, head], np.nan)
+        for layer, head in heads
+    }
+    figure = figures.maps(panels, x_label="key", y_label="query", value_label="weight", x_ticks=words, y_ticks=words)
+    return Picture(f"{name}_attention", f"{name}: attention weights on a given text.", figure)
+
+
 # Metrics that share an axis, each in a panel of its own, and the scale of the axis.
 _CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
     ("loss_nats validation_loss_nats", "linear"),

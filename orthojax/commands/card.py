@@ -149,7 +149,7 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
         metrics |= finite(analysis.finalize(analysis.measure(loaded, batches, analysis.observe_predictors)))
         extremes = analysis.measure(loaded, batches, analysis.observe_extremes, join=analysis.concatenate)
         sections = {
-            name: [of._asdict() | {"text": _text(loaded.tokenizer, of.token)} for of in find(extremes, tokens)]
+            name: [of._asdict() | {"text": token_text(loaded.tokenizer, of.token)} for of in find(extremes, tokens)]
             for name, find in (
                 ("largest_activations", analysis.largest_activations),
                 ("secondary_sinks", analysis.secondary_sinks),
@@ -158,7 +158,7 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
     return {"metrics": metrics, "arrays": _lists(found.arrays)} | sections
 
 
-def _text(tokenizer: Tokenizer | None, token: int) -> str:
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
     """Returns a token as text, of a special one its name, or its number."""
     if tokenizer is None:
         return str(token)

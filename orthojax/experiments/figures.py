@@ -207,10 +207,12 @@ def maps(
     value_label: str,
     log: bool = False,
     x_ticks: Sequence[str] | None = None,
+    y_ticks: Sequence[str] | None = None,
 ) -> Figure:
     """Draws heat maps with one colour scale: title -> [rows, columns]; nan stays dark.
 
-    Colours are logarithmic with `log`, otherwise they go with the square root; `x_ticks` are the names of the columns.
+    Colours are logarithmic with `log`, otherwise they go with the square root; `x_ticks` and `y_ticks` are the names of
+    columns and rows.
     """
     from matplotlib.colors import LogNorm, PowerNorm
 
@@ -234,6 +236,8 @@ def maps(
                 axis.set_major_locator(_whole_numbers())
             if x_ticks:
                 axes.set_xticks(range(len(x_ticks)), x_ticks, rotation=90)
+            if y_ticks:
+                axes.set_yticks(range(len(y_ticks)), y_ticks)
             axes.set_ylabel(y_label if i % across == 0 else "")
             axes.set_xlabel(x_label if i + across >= len(panels) else "")
         for axes in list(grid.flat)[len(panels) :]:
