@@ -242,10 +242,14 @@ class Maps:
             raise Missing("maps")
         attention = maps({name: of["attention"][0] for name, of in arrays.items()}, x_label="key position",
                          y_label="query position", value_label="attention weight", log=True)  # fmt: skip
-        hidden = maps({name: of["hidden"][0] for name, of in arrays.items()}, x_label="channel", y_label="position",
-                      value_label="|hidden state|")  # fmt: skip
+        panels: dict[str, dict[str, Curve]] = {"first token": {}, "other tokens, mean": {}}
+        for name, of in arrays.items():
+            channels = np.abs(of["hidden"][0])  # [positions, channels]
+            for panel, profile in zip(panels.values(), (channels[0], channels[1:].mean(0)), strict=True):
+                panel[name] = list(range(1, len(profile) + 1)), np.sort(profile)[None, ::-1]
+        hidden = lines(panels, x_label="channel, sorted", y_label="|hidden state|", x_scale="log", y_scale="log")
         seen = "on one held-out sequence, mean over layers"
         return [
             Picture("attention_map", f"Attention {seen} and heads.", attention),
-            Picture("hidden_states", f"|Hidden state| {seen}: bright columns are outlier channels.", hidden),
+            Picture("hidden_states", f"|Hidden state| of each channel {seen}, largest first.", hidden),
         ]
