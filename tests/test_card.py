@@ -86,15 +86,18 @@ def test_stages_are_computed_once(tmp_path):
         calls.append(1)
         return {"a": 1.5}
 
-    for of, count in (("x", 1), ("x", 1), ("y", 2)):  # of another thing, again
-        assert card.Stages(tmp_path, of, said.append)("part", compute) == {"a": 1.5}
+    for of, option, count in (("x", 1, 1), ("x", 1, 1), ("y", 1, 2), ("y", 2, 3)):  # of another thing, again
+        assert card.Stages(tmp_path, of, said.append)("part", compute, option) == {"a": 1.5}
         assert len(calls) == count
+    (tmp_path / "part.json").write_text("{")  # damaged
+    assert card.Stages(tmp_path, "y")("part", compute, 2) == {"a": 1.5}
 
     def refuse():
         raise UserError("norm='layernorm'", allowed="another")
 
     assert card.Stages(tmp_path, "x", said.append)("refused", refuse) == {"left_out": "norm='layernorm'"}
-    assert said == ["part", "part", "part", "refused"]
+    assert said == [*4 * ["part"], "refused"]
+    assert not (tmp_path / "refused.json").exists()
 
 
 def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path):  # noqa: F811
@@ -135,7 +138,14 @@ def test_cards_are_compared_and_others_are_refused(tmp_path):
     table = card.comparison(cards)
     assert table.columns == ["", "a", "b"]
     assert table.rows == [["sinks at the first token", "25%", "50%"], ["lost at w4a4", "-", "+12.5%"]]
-    for wrong in ({"schema": "another"}, [5], cards[0] | {"metrics": [{"name": "x"}]}, cards[0] | {"rounding": [{}]}):
+    for wrong in (
+        {"schema": "another"},
+        [5],
+        cards[0] | {"metrics": [{"name": "x"}]},
+        cards[0] | {"rounding": [{}]},
+        cards[0] | {"rounding": None},
+        cards[0] | {"kv_cache": [{"format": "kv4", "lost": "x"}]},
+    ):
         (tmp_path / "c.json").write_text(json.dumps(wrong))
         with pytest.raises(UserError, match=r"c\.json is no card"):
             card.read_cards(tmp_path / "c.json")

@@ -329,25 +329,28 @@ def test_a_chat_is_rendered_by_the_template_of_the_file(tmp_path):
     path = tokenizer_file(tmp_path / "model.gguf", chat_template=None)
     with pytest.raises(UserError, match="no chat template"):
         chat_template(path)
-    write_gguf(path, GGUF_LLAMA, {}, tokenizer__chat_template=TEMPLATE)
-    tokenizer = load_tokenizer(tokenizer_file(tmp_path / "words.gguf"))
-    text = render_chat(chat_template(path), [{"role": "user", "content": "ab!"}], tokenizer)
+    end = IDS["<|endoftext|>"]
+    words = {"tokenizer__ggml__tokens": WORDS, "tokenizer__ggml__eos_token_id": end}
+    write_gguf(path, GGUF_LLAMA, {}, tokenizer__chat_template=TEMPLATE, **words)
+    tokenizer, template = load_tokenizer(tokenizer_file(tmp_path / "words.gguf")), chat_template(path)
+    text = render_chat(template, [{"role": "user", "content": "ab!"}])
     assert text == "[user] ab!\n<|endoftext|>"
     ids = tokenizer.encode_special(text).tolist()
     assert ids[-1] == IDS["<|endoftext|>"]
     assert len(tokenizer.encode_batch([text])[0]) > len(ids)  # where its name is text
     assert tokenizer.decode(ids) == "[user] ab!\n"
     with pytest.raises(UserError, match="no tool"):
-        render_chat(TEMPLATE, [{"role": "tool", "content": ""}], tokenizer)
-    with pytest.raises(UserError, match="chat template refuses"):
-        render_chat("{% if %}", [], tokenizer)
+        render_chat(template, [{"role": "tool", "content": ""}])
+    for wrong in ("{% if %}", "{{ 'a' + 1 }}"):
+        with pytest.raises(UserError, match="chat template refuses"):
+            render_chat(template._replace(source=wrong), [])
 
 
 def test_chat_templates_of_folders(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
-    assert chat_template(tmp_path) == "one"
+    assert chat_template(tmp_path) == ("one", "", "")
     several = [{"name": "rag", "template": "two"}, {"name": "default", "template": "three"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-    assert chat_template(tmp_path) == "three"
+    assert chat_template(tmp_path).source == "three"
     (tmp_path / "chat_template.jinja").write_text("four")
-    assert chat_template(tmp_path) == "four"
+    assert chat_template(tmp_path).source == "four"

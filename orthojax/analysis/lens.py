@@ -65,8 +65,11 @@ def logit_attribution(loaded: LoadedModel, tokens: ArrayLike) -> Attribution:
       UserError: As `logit_lens`; for norms of the stream itself, or gated attention, whose heads do not add up.
     """
     config, tokens = loaded.config.model, jnp.asarray(tokens)
-    require(config.block != "post_norm", "logit attribution of block='post_norm'", "blocks that add to the stream")
+    plain = config.block in ("pre_norm", "parallel")
+    require(plain, f"logit attribution of block={config.block!r}, which norms what parts add", "pre_norm or parallel")
     require(not config.gated_attention, "logit attribution with gated attention", "gated_attention=False")
+    attends = all(map(config.layer_attention, range(config.num_layers)))
+    require(attends, "logit attribution of layers without attention", "attention in every layer")
     seen = jax.tree.map(jnp.asarray, measure(loaded, [tokens[:, :-1]], _parts))
     first, last = seen["before"][0], seen["residual"][-1]
     scale, shift = _final_norm(loaded, last)
@@ -102,7 +105,8 @@ def _stacked(loaded: LoadedModel, name: str) -> jax.Array:
 def _head(loaded: LoadedModel) -> jax.Array:
     found = loaded.model.head_kernel(loaded.params)
     plain = found is not None and not loaded.config.model.fixed_rotation
-    require(plain, "the logit lens of a head that is no plain product", "a float head, fixed_rotation=False")
+    allowed = "a float head, fixed_rotation=False, final_soft_cap=None"
+    require(plain, "the logit lens of a head that is no plain product", allowed)
     kernel, axis = found  # pyright: ignore[reportGeneralTypeIssues]
     kernel = jnp.moveaxis(kernel, axis, -1)
     if loaded.config.model.embedding_projection:

@@ -15,6 +15,7 @@ finished part is kept under stages/: after an interruption the same command resu
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 import shlex
@@ -79,6 +80,9 @@ def _require_length(path: str) -> Path:
     if config.model.position == "learned" and FLAGS.length > config.model.max_length:
         problem = f"--length={FLAGS.length} is longer than the positions of the model {path}"
         raise UserError(problem, allowed=f"1 to {config.model.max_length}")
+    length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
+    if FLAGS.stride > length:
+        raise UserError(f"--stride={FLAGS.stride} with rows of {length} tokens", allowed=f"1 to {length}")
     return place
 
 
@@ -89,8 +93,7 @@ def _rows() -> int:
 def _open(loaded: Any) -> tuple[Any, Any]:
     """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
     from orthojax.commands.any_model import read_rows, read_token_ids
-    from orthojax.data import load_tokenizer
-    from orthojax.train import open_inputs, require_tokenizer
+    from orthojax.train import open_inputs
 
     config = loaded.config
     evaluation = dataclasses.replace(config.eval, batch_size=FLAGS.batch)
@@ -102,8 +105,7 @@ def _open(loaded: Any) -> tuple[Any, Any]:
         inputs = read_token_ids(Path(FLAGS.token_ids), rows=_rows(), length=length)
         inputs = inputs._replace(special_ids=loaded.tokenizer.special_ids if loaded.tokenizer else ())
     else:
-        tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
-        bos = config.data.bos if FLAGS.bos is None else FLAGS.bos
+        tokenizer, bos = _tokenizer(loaded)
         inputs = read_rows(FLAGS.text, tokenizer, rows=_rows(), length=length, bos=bos, packed=FLAGS.packed)
     data = dataclasses.replace(config.data, sequence_length=length)
     return loaded._replace(config=dataclasses.replace(config, data=data, eval=evaluation)), inputs
@@ -127,59 +129,47 @@ def _heads() -> list[tuple[int, int]]:
     return [(int(match[1]), int(match[2])) for match in found if match]
 
 
-def _attention(name: str, place: Path) -> list[Any]:
-    """Returns the picture of `--attention_of`."""
+def _tokenizer(loaded: Any) -> tuple[Any, bool]:
+    """Returns the tokenizer that reads text for a model, and whether texts begin with BOS."""
+    from orthojax.data import load_tokenizer
+    from orthojax.train import require_tokenizer
+
+    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
+    return tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos
+
+
+def _attention(name: str, loaded: Any) -> list[Any]:
+    """Returns the picture of `--attention_of`, if it is given."""
     import numpy as np
 
     from orthojax.commands import card
     from orthojax.commands.any_model import attention_picture
-    from orthojax.data import load_tokenizer
-    from orthojax.train import load, require_tokenizer
 
-    loaded = load(place)
-    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
-    bos = loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos
+    if not FLAGS.attention_of:
+        return []
+    tokenizer, bos = _tokenizer(loaded)
     ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([FLAGS.attention_of])[0].tolist()
     words = [repr(card.token_text(tokenizer, token))[1:-1] for token in ids]
     return [attention_picture(loaded, name, np.array(ids, np.int32), _heads(), words)]
 
 
-def _sliding(loaded: Any) -> dict[str, float]:
-    from orthojax.commands.any_model import read_text, sliding_loss_nats
-    from orthojax.data import load_tokenizer
-    from orthojax.ops.cross_entropy import perplexity
-    from orthojax.train import require_tokenizer
-
-    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else require_tokenizer(loaded)
-    tokens = read_text(FLAGS.text, tokenizer, bos=loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos)
-    return {
-        "perplexity": perplexity(sliding_loss_nats(loaded, tokens, loaded.config.data.sequence_length, FLAGS.stride))
-    }
-
-
-def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Returns what was measured of a model, the sections of its card, and the provenance of its text."""
+def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
+    """Returns what was measured of a model, the sections of its card, the provenance of its text, and pictures."""
     from tqdm import tqdm
 
     from orthojax import __version__
     from orthojax.commands import card
+    from orthojax.commands.any_model import read_text, sliding_loss_nats
     from orthojax.files import make_folder
+    from orthojax.ops.cross_entropy import perplexity
     from orthojax.train import load
 
     loaded, inputs = _open(load(place))
+    pictures = _attention(name, loaded)  # first, since it may be refused
     settings = {} if inputs.task is not None else fitting(loaded, settings)
     options = {"quick": FLAGS.quick or inputs.task is not None, "knock_out_rows": FLAGS.knock_out}
     folder = Path(FLAGS.workdir) / "stages" / name
     make_folder(folder, "folder of stages")
-    of = [
-        __version__,
-        card.identity(place),
-        inputs.provenance,
-        FLAGS.batch,
-        FLAGS.quantize_head,
-        FLAGS.knock_out,
-        FLAGS.stride,
-    ]
     names = [*card.stage_names(list(settings), **options), *(["sliding"] if FLAGS.stride else [])]
     with tqdm(desc=f"{name}: {names[0]}", total=len(names)) as bar:
 
@@ -187,16 +177,24 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
             bar.set_description(f"{name}: {[*names, 'done'][names.index(stage) + 1]}", refresh=False)
             bar.update()
 
+        of = [__version__, card.identity(place, Path(FLAGS.workdir)), inputs.provenance, FLAGS.batch]
         stages = card.Stages(folder, of, done)
         measured, sections = card.measure(
             loaded, inputs, settings, stages, quantize_head=FLAGS.quantize_head, **options
         )
         if FLAGS.stride:
-            found = stages("sliding", lambda: _sliding(loaded))
+            tokenizer, bos = _tokenizer(loaded)
+            tokens, length = read_text(FLAGS.text, tokenizer, bos=bos), loaded.config.data.sequence_length
+            which = hashlib.sha256(tokens.tobytes()).hexdigest()
+            found = stages(
+                "sliding",
+                lambda: {"perplexity": perplexity(sliding_loss_nats(loaded, tokens, length, FLAGS.stride))},
+                which, length, FLAGS.stride,
+            )  # fmt: skip
             if "left_out" in found:
                 raise UserError(found["left_out"])
             measured.metrics["sliding_perplexity"] = found["perplexity"]
-    return measured, sections, inputs.provenance
+    return measured, sections, inputs.provenance, pictures
 
 
 def main(_: list[str]) -> None:
@@ -229,10 +227,10 @@ def main(_: list[str]) -> None:
     keep_compiled_programs(FLAGS.compile_cache)
     measured, data, more, cards, machine = {}, [], {}, [], environment()
     for name, place in places.items():  # one model in memory at a time
-        measured[name], sections, text = _measure(name, place, settings)
+        measured[name], sections, text, drawn = _measure(name, place, settings)
         data.append({"name": name, **text})
         tables, pictures = card.tables_and_pictures(name, sections)
-        more[name] = tables, pictures + (_attention(name, place) if FLAGS.attention_of else [])
+        more[name] = tables, pictures + drawn
         cards.append(
             card.make_card(name, models[name], measured[name], sections, machine | {"command": command, "text": text})
         )

@@ -128,9 +128,9 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
       length: Of a window, at most the model's positions.
       stride: 1 to `length`.
     """
-    if not 1 <= stride <= length or len(tokens) < 2:
+    if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
         problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
-        raise UserError(problem, allowed="two tokens or more, a stride of 1 to the length")
+        raise UserError(problem, allowed="2 tokens or more, a length of 2 or more, a stride up to it")
     starts = range(0, max(len(tokens) - length + stride, 1), stride)
     padded = np.concatenate([tokens, np.zeros(starts[-1] + length - len(tokens), np.int32)])
     size, total, count = loaded.config.eval.batch_size, 0.0, 0

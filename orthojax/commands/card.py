@@ -3,6 +3,7 @@
 docs/card.schema.json describes it.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -42,27 +43,38 @@ class Stages:
 
     def __init__(self, folder: Path, of: Any, say: Callable[[str], object] = lambda what: None):
         """Keeps parts in a folder that exists; those that are there count if they are of the same JSON value `of`."""
-        self._folder, self._say = folder, say
-        self._of = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+        self._folder, self._of, self._say = folder, of, say
 
-    def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Returns the JSON value that `compute` makes, or made before; of a UserError {"left_out": what it says}."""
+    def __call__(self, name: str, compute: Callable[[], Any], *options: Any) -> Any:
+        """Returns the JSON value that `compute` makes, or made before with these options.
+
+        Of a UserError it is {"left_out": what it says}, and is not kept.
+        """
         path = self._folder / f"{name}.json"
-        if path.is_file() and (kept := read_json(path, "stage")).get("of") == self._of:
+        of = hashlib.sha256(json.dumps([self._of, options], sort_keys=True).encode()).hexdigest()
+        kept: dict[str, Any] = {}
+        with contextlib.suppress(UserError):  # one that is missing or damaged is computed
+            kept = read_json(path, "stage")
+        if kept.get("of") == of:
             found = kept.get("found")
         else:
             try:
                 found = compute()
+                write_text(path, json.dumps({"of": of, "found": found}) + "\n")
             except UserError as error:
                 found = {"left_out": str(error).partition("\n")[0]}
-            write_text(path, json.dumps({"of": self._of, "found": found}) + "\n")
         self._say(name)
         return found
 
 
-def identity(place: Path) -> list[Any]:
-    """Returns what changes with a model's files: their names, sizes and times."""
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+def identity(place: Path, workdir: Path) -> list[Any]:
+    """Returns what changes with a model's files: their names, sizes and times; the workdir may be among them."""
+    own = workdir.resolve()
+    files = (
+        [place]
+        if place.is_file()
+        else sorted(path for path in place.rglob("*") if path.is_file() and own not in path.resolve().parents)
+    )
     return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
@@ -108,13 +120,13 @@ def measure(
     sections: dict[str, Any] = {name: found[name] for name in ("largest_activations", "secondary_sinks")}
     wanted = stage_names(list(settings), quick=quick, knock_out_rows=knock_out_rows)
 
-    def part(name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return stages(name, compute) if name in wanted else {}
+    def part(name: str, compute: Callable[[], dict[str, Any]], *options: Any) -> dict[str, Any]:
+        return stages(name, compute, *options) if name in wanted else {}
 
     rounding, errors = [], {}
     for name, setting in settings.items():
         rounded = part(name, lambda name=name, setting=setting: rounded_perplexities(
-            loaded, inputs, {name: setting}, quantize_head=quantize_head))  # fmt: skip
+            loaded, inputs, {name: setting}, quantize_head=quantize_head), quantize_head)  # fmt: skip
         metrics |= {key: value for key, value in rounded.items() if key != "left_out"}
         rounding.append({"format": name} | rounded)
     for of in rounding:
@@ -128,10 +140,10 @@ def measure(
     sections |= {"rounding": [_format(of, metrics) for of in rounding], "sqnr_db": errors}
     caches = {name: part(name, lambda name=name: _cached(loaded, inputs, name)) for name in _CACHES}
     sections["kv_cache"] = [{"format": name} | of | (
-        {"lost": of["perplexity"] / metrics["perplexity"] - 1} if "perplexity" in of else {}
+        {"lost": of["perplexity"] / metrics["perplexity"] - 1} if {"perplexity"} <= of.keys() & metrics.keys() else {}
     ) for name, of in caches.items() if of]  # fmt: skip
     sections["streaming"] = part("streaming", lambda: _streamed(loaded, inputs))
-    removed = part("knock_out", lambda: _lists(knock_out(loaded, inputs, knock_out_rows)))
+    removed = part("knock_out", lambda: _lists(knock_out(loaded, inputs, knock_out_rows)), knock_out_rows)
     arrays |= {name: of for name, of in removed.items() if name != "left_out"}
     return Measured(loaded.config, metrics, {name: np.array(of) for name, of in arrays.items()}), sections
 
@@ -213,7 +225,7 @@ def _format(of: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, An
     found = {key: value for key, value in of.items() if not key.startswith("perplexity_") or key.endswith("_rotated")}
     for key in ("", "_rotated", "_with_head"):
         value = of.get(f"perplexity_{of['format']}{key}" if key != "_rotated" else "perplexity_rotated")
-        if value is not None:
+        if value is not None and "perplexity" in metrics:
             found |= {f"perplexity{key}": value, f"lost{key}": value / metrics["perplexity"] - 1}
     return found
 
@@ -237,7 +249,16 @@ def make_card(
     sizes = {"num_layers": model.num_layers, "d_model": model.d_model, "num_heads": model.num_heads,
              "num_kv_heads": model.kv_heads, "vocab_size": model.vocab_size}  # fmt: skip
     about = {"name": name, "source": source, "parameters": parameter_count(model)} | sizes | kinds
-    return {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics} | dict(sections)
+    card = {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics} | dict(sections)
+    return _finite(card)
+
+
+def _finite(value: Any) -> Any:
+    """Leaves out of JSON objects numbers that JSON does not have."""
+    if isinstance(value, dict):
+        kept = {key: _finite(of) for key, of in value.items()}
+        return {key: of for key, of in kept.items() if not isinstance(of, float) or math.isfinite(of)}
+    return [_finite(of) for of in value] if isinstance(value, list) else value
 
 
 def read_cards(path: Path) -> list[dict[str, Any]]:
@@ -259,13 +280,13 @@ def _is_card(value: Any) -> bool:
             for of in entries
         )
 
-    return (
-        isinstance(value, dict)
-        and value.get("schema") == SCHEMA
-        and are([value.get("model")], name=str)
-        and are(value.get("metrics"), name=str, value=int | float)
-        and are([*value.get("rounding", []), *value.get("kv_cache", [])], format=str)
-    )
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA or not are([value.get("model")], name=str):
+        return False
+    formats = [value.get(name, []) for name in ("rounding", "kv_cache")]
+    if not are(value.get("metrics"), name=str, value=int | float) or not all(are(of, format=str) for of in formats):
+        return False
+    shown = ("perplexity", "lost", "lost_rotated")
+    return all(isinstance(of.get(name, 0.0), int | float) for part in formats for of in part for name in shown)
 
 
 def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:

@@ -57,6 +57,8 @@ def main(_: list[str]) -> None:
         raise UserError("--bos with --prompt_ids", allowed="the BOS id as the first of --prompt_ids, or --prompt=TEXT")
     if (FLAGS.chat or FLAGS.parse_special) and FLAGS.prompt_ids is not None:
         raise UserError("--chat or --parse_special with --prompt_ids", allowed="--prompt=TEXT or --prompt_file=PATH")
+    if FLAGS.chat and FLAGS.bos is not None:
+        raise UserError("--bos with --chat", allowed="one of them: the template says how a chat begins")
     if FLAGS.system is not None and not FLAGS.chat:
         raise UserError("--system without --chat", allowed="both")
     find_place(FLAGS.model)
@@ -110,7 +112,7 @@ def _prompt_ids(tokenizer: Any, bos: bool, model: Path) -> list[int]:
 
         messages = [] if FLAGS.system is None else [{"role": "system", "content": FLAGS.system}]
         messages.append({"role": "user", "content": text})
-        return tokenizer.encode_special(render_chat(chat_template(model), messages, tokenizer)).tolist()
+        return tokenizer.encode_special(render_chat(chat_template(model), messages)).tolist()
     encoded = tokenizer.encode_special(text) if FLAGS.parse_special else tokenizer.encode_batch([text])[0]
     ids = [tokenizer.bos_id] * bos + encoded.tolist()
     return ids or [tokenizer.bos_id]  # of an empty text

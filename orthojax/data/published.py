@@ -116,8 +116,11 @@ def gguf_sentencepiece(path: Path) -> bytes | None:
     with needing(f"the sentencepiece model of {path}", "sentencepiece"):
         from sentencepiece import sentencepiece_model_pb2
     model: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-    for token, score, kind in zip(*parts, strict=True):  # the kinds have the same numbers
-        model.pieces.add(piece=token, score=score, type=kind)
+    try:
+        for token, score, kind in zip(*parts, strict=True):  # the kinds have the same numbers
+            model.pieces.add(piece=token, score=score, type=kind)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} has no whole tokenizer of kind 'llama': {error}") from None
     spec, ids = model.trainer_spec, {"unk": 0, "bos": 1, "eos": 2}
     spec.model_type, spec.byte_fallback = spec.BPE, _BYTE in parts[2]
     for name, usual in ids.items():
@@ -140,6 +143,8 @@ def gguf_tokenizer(path: Path) -> str:
     if split not in _WORDS:
         raise UserError(f"{path} splits words as {split!r}, which is not supported", allowed=allowed)
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise UserError(f"{path} has {len(tokens)} tokens, and other token types", allowed="as many of each")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [plain | {"id": i, "content": tokens[i], "special": kind == _CONTROL}
              for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]  # fmt: skip

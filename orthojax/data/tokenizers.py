@@ -135,6 +135,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=True)
 
+    def encode_special(self, text: str) -> np.ndarray:
+        """As of `Tokenizer`, with what the file says of spaces around special tokens."""
+        self.backend.encode_special_tokens = False
+        try:
+            return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+        finally:
+            self.backend.encode_special_tokens = True
+
     @property
     def special_tokens(self) -> dict[str, int]:
         """Name -> id of the added tokens that are special."""

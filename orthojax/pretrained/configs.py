@@ -218,7 +218,7 @@ def _read_longrope(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[
     if (f := rope.get("attention_factor")) is not None:
         factor, length = numbers["factor"], numbers[_ORIGINAL]
         problem = f"attention_factor={f!r} with factor={factor} is not supported"
-        fits = isinstance(f, int | float) and f >= 1.0 and factor > 1.0 and length > 1
+        fits = isinstance(f, int | float) and 1.0 <= f <= 1e6 and factor > 1.0 and length > 1
         require(fits, problem, "1 or more, with a factor and a length above 1")
         found["rope.mscale"] = round((f**2 - 1.0) * math.log(length) / math.log(factor), 12)
     return found

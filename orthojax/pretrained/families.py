@@ -166,6 +166,7 @@ def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> 
     value = default if given.get(name) is None else given[name]
     if value is None:
         raise UserError(f"the config has no {name}", allowed="an integer")
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(f"{name}={value!r} is not supported", allowed="an integer")
     return value
