@@ -431,6 +431,9 @@ def test_run_writes_text(home, written):
     done = run("generate", "--prompt_file=prompt.txt", "--model=run", *WRITING, cwd=home)
     assert done.returncode == 0, done.stderr
     assert done.stdout == loaded.tokenizer.decode(expected) + "\n"
+    done = run("generate", "--prompt=the", "--model=run", "--json", *WRITING, cwd=home)
+    text = loaded.tokenizer.decode(expected)
+    assert json.loads(done.stdout) == {"prompt_ids": list(b"the"), "token_ids": expected.tolist(), "text": text}
 
 
 def test_model_without_tokenizer_writes_ids(home, written):

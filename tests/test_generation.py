@@ -157,7 +157,7 @@ def test_a_cache_that_does_not_fit_is_refused():
     "options", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}, {"window": 6, "sinks": 2}], ids=str
 )
 def test_prompts_of_different_lengths_are_continued_as_alone(options):
-    model = loaded(ModelConfig(**SMALL, position="rotary"))
+    model = loaded(ModelConfig(**SMALL, position="learned" if options == {} else "rotary"))
     prompts = [list(TOKENS[0, :3]), TOKENS[1, :7], list(TOKENS[1, 2:7]), TOKENS[0, :3]]
     together = generate(model, prompts, 4, **options)
     assert together.shape == (4, 4)
@@ -165,8 +165,9 @@ def test_prompts_of_different_lengths_are_continued_as_alone(options):
         # A row's draws depend on its place in the batch.
         alone = generate(model, np.broadcast_to(prompt, (b + 1, len(prompt))), 4, **options)[b]
         np.testing.assert_array_equal(together[b], alone)
-    with pytest.raises(UserError, match="token"):
-        generate(model, [[1], [2, 10**6]], 2)
+    for wrong in ([[1], [2, 10**6]], [TOKENS[:2, :3], TOKENS[:1, :5]]):
+        with pytest.raises(UserError, match=r"token|shapes"):
+            generate(model, wrong, 2)
 
 
 def test_greedy_tokens_have_the_largest_logits():

@@ -119,8 +119,9 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     """Computes the mean loss of every token of a text but the first, each after as many others as a window allows.
 
     Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, the others
-    those that the one before did not. So published perplexities of long texts are computed, as in the guide of
-    transformers. With a stride of the length, pieces of the text stand alone, and their first tokens are not predicted.
+    those that the one before did not. So published perplexities of long texts are computed; the guide of transformers
+    gives later windows the weight of one token less. With a stride of the length, pieces of the text stand alone, and
+    their first tokens are not predicted.
 
     Args:
       loaded: A causal model.
@@ -131,6 +132,8 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
         problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
         raise UserError(problem, allowed="2 tokens or more, a length of 2 or more, a stride up to it")
+    if loaded.config.model.relaxed_causal_tokens > 1:
+        raise UserError("a sliding window over a model with relaxed_causal_tokens", allowed="a causal mask")
     starts = range(0, max(len(tokens) - length + stride, 1), stride)
     padded = np.concatenate([tokens, np.zeros(starts[-1] + length - len(tokens), np.int32)])
     size, total, count = loaded.config.eval.batch_size, 0.0, 0

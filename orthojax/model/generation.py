@@ -32,6 +32,10 @@ def generate(
     given: Any = prompt_ids
     if not isinstance(given, list | tuple) or len({np.shape(row) for row in given}) < 2:
         return np.stack(list(stream(loaded, given, steps, **options)), -1)
+    if any(np.ndim(row) != 1 for row in given):
+        raise UserError(
+            f"prompts of shapes {[np.shape(row) for row in given]}"[:200], allowed="[T] each, or one [B, T]"
+        )
     rows = [_token_ids(loaded, row)[0] for row in given]
     sizes = np.array([len(row) for row in rows])
     padded = np.zeros((len(rows), max(sizes)), np.int32)

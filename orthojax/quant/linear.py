@@ -147,7 +147,8 @@ def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Tr
       bits: Width of the integers, with a smallest value and a scale for each token and head, as of
         `QuantizationSetting.keys_and_values`.
       float_tokens: The first positions whose keys and values stay float, as KVQuant (arXiv 2401.18079) keeps the first:
-        those that a sink reads with most of its weight.
+        those that a sink reads with most of its weight. In a rolling cache they are the first slots: give it as many
+        sinks.
     """
     if not 2 <= bits <= 16 or float_tokens < 0:
         raise UserError(f"bits={bits}, float_tokens={float_tokens}", allowed="2 to 16, 0 or more")
