@@ -163,7 +163,7 @@ def print_summary(report: Report, page: str, *, seconds: float, next_command: st
     tally = f" {report.tally}." if report.verdicts else ""
     print(f"\nDone in {minutes}:{rest:02}.{tally} {report.setting}")
     if report.headline:
-        print(report.headline)
+        print(textwrap.fill(report.headline, _CONSOLE))
     shown = [(of.verdict, textwrap.shorten(of.says.rstrip("."), 60, placeholder=" ..."), of.brief)
              for of in report.verdicts[:_SHOWN_VERDICTS]]  # fmt: skip
     for line in align(shown) if shown else ():
