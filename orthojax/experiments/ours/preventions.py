@@ -188,18 +188,18 @@ _PICTURES = [
     Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", lost("nvfp4")),
 ]  # fmt: skip
 
+_SHARED: Any = {"seeds": (1, 2, 3), "measures": (ROUNDED,), "rounding": False, "tables": _TABLES,
+                "pictures": _PICTURES}  # fmt: skip
+
 PREVENTIONS = Study(
     name="preventions",
     title="Preventions of outliers: perplexity, cost and loss at 8 and 4 bits, with equal budgets",
     runs=lambda scale: _runs(_RECIPES),
-    seeds=(1, 2, 3),
-    measures=(ROUNDED,),
-    rounding=False,
+    **_SHARED,
     cost_reference=lambda name: "adam",
     note=f"{_ABOUT} Criteria were committed before any run; six recipes with seed 0 and 2,000 steps, where Adam lost "
     "3% at int8 coarse, then made it 4,000 steps and other seeds.",
     columns=[*_COLUMNS, "cost_step_ratio cost_optimizer_state_ratio"],
-    tables=_TABLES,
     claims=[
         Claim("There is something to prevent: Adam loses 5% or more at int8 coarse, and 10% or more at w4a4.",
               (lost(COARSE)["adam"] >= 0.05) & (lost("w4a4")["adam"] >= 0.1)),
@@ -232,20 +232,16 @@ PREVENTIONS = Study(
         no_perplexity_lost("No recipe costs perplexity.", "*", "adam",
                            cases=[name for name in _RECIPES if name != "adam"]),
     ],
-    pictures=_PICTURES,
 )  # fmt: skip
 
 PARTS = Study(
     name="preventions_parts",
     title="Preventions of outliers, part by part and their relatives, in the setting of `preventions`",
     runs=lambda scale: _runs({**_RECIPES, **_PARTS}),
-    seeds=(1, 2, 3),
-    measures=(ROUNDED,),
-    rounding=False,
+    **_SHARED,
     note=f"{_ABOUT} `tweo` is the penalty of arXiv 2511.23225, `osp_adam` OSP's projections with Adam. Criteria were "
     "committed before any run of the recipes that `preventions` does not have.",
     columns=_COLUMNS,
-    tables=_TABLES,
     claims=[
         Claim("OSP needs each of its parts: without one there are outliers.",
               all_of(outliers(name) for name in ("muon", "osp_channel_norm", "osp_adam")), outliers("adam")),
@@ -259,7 +255,6 @@ PARTS = Study(
         no_perplexity_lost("No part but softpick costs perplexity.", "*", "adam",
                            cases=[name for name in _PARTS if name != "adam_softpick"]),
     ],
-    pictures=_PICTURES,
 )  # fmt: skip
 
 _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0), "kv3_float_first": (3, 1)}
@@ -312,13 +307,10 @@ EQUAL_TIME = Study(
     name="preventions_time",
     title="Preventions of outliers after the time that Adam takes, in the setting of `preventions`",
     runs=lambda scale: _runs({name: of for name, of in _RECIPES.items() if name != "orthoadam"}, _STEPS),
-    seeds=(1, 2, 3),
-    measures=(ROUNDED,),
-    rounding=False,
+    **_SHARED,
     note=f"{_ABOUT} Here slower recipes have fewer steps, each with its schedule shortened, so that all take as long "
     "as Adam's 4,000 on two CPU cores. Criteria were committed before any run with fewer steps.",
     columns=_COLUMNS,
-    tables=_TABLES,
     claims=[
         *(Claim(f"In Adam's time {name} has a lower perplexity, in every seed.",
                 (Metric("perplexity")[name] < Metric("perplexity")["adam"]).in_every_seed())
@@ -330,5 +322,4 @@ EQUAL_TIME = Study(
               all_of(Metric("perplexity_w4a4")["muon_orthoadam"] < Metric("perplexity_w4a4")[name]
                      for name in ("adam", "cured", "muon", "adam_gate", "osp"))),
     ],
-    pictures=_PICTURES,
 )  # fmt: skip
