@@ -12,7 +12,6 @@ from test_commands import run
 from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 from tiny_run import loaded as tiny_loaded
 
-from orthojax import quant
 from orthojax.commands.analyze import checkpoint_series
 from orthojax.commands.any_model import (
     attention_picture,
@@ -78,7 +77,9 @@ def opened(models, name):
 
 
 def test_planted_sinks_drains_and_outliers_are_found(models):
-    found = measure_model(*opened(models, "planted"), {}, knock_out_rows=4)
+    loaded, tokens = opened(models, "planted")
+    found = measure_model(loaded, tokens)
+    found.arrays.update(knock_out(loaded, tokens, 4))
     t = np.arange(1, T + 1)
     alike, size = np.mean(1 / t), np.sqrt(1 + 1 + 40**2)  # the norm of the first token's embedding
     by_head = {
@@ -105,9 +106,8 @@ def test_planted_sinks_drains_and_outliers_are_found(models):
 
 def test_metrics_are_those_of_evaluate(models):
     loaded, tokens = opened(models, "run")
-    settings = {"int8_coarse": quant.INT8_COARSE}
-    expected = evaluate(loaded, tokens, settings=settings)
-    found = measure_model(loaded, tokens, settings)
+    expected = evaluate(loaded, tokens, settings={})
+    found = measure_model(loaded, tokens)
     assert {name: found.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     for name in ("first_attention_mass", "first_attention_fraction", "value_norm_rest"):
         assert found.arrays[name].mean() == pytest.approx(expected[name], rel=1e-5)
@@ -138,7 +138,7 @@ def test_knocking_out_is_zeroing_kernels(models):
 def test_a_task_is_measured_by_head_too(tmp_path):
     task = {"data.kind": "bigram_backcopy", "model.vocab_size": 128, "model.max_length": 32, "data.sequence_length": 32}
     config = replace(CONFIG, task)
-    found = measure_model(tiny_loaded(config, drawn_params(config.model)), open_inputs(config, tmp_path), {})
+    found = measure_model(tiny_loaded(config, drawn_params(config.model)), open_inputs(config, tmp_path))
     assert found.arrays["sink_attention"].shape == (2, 2)
     by_layer = [found.metrics[f"sink_attention/layer_{layer}"] for layer in range(2)]
     np.testing.assert_allclose(found.arrays["sink_attention"].mean(1), by_layer, rtol=1e-6)
@@ -205,7 +205,7 @@ def test_a_sliding_window_of_no_text_is_refused(models):
 def test_ids_that_the_model_lacks_are_refused(models):
     loaded, _ = opened(models, "planted")
     with pytest.raises(UserError, match="token id"):
-        measure_model(loaded, read_token_ids(models / "run.npy", rows=0, length=T), {})
+        measure_model(loaded, read_token_ids(models / "run.npy", rows=0, length=T))
 
 
 def test_files_that_hold_no_token_ids_are_refused(tmp_path):
@@ -278,7 +278,7 @@ def test_smollm2_has_the_numbers_of_another_script():
     loaded = load("smollm2")
     assert loaded.tokenizer is not None
     text = read_rows(["topics"], loaded.tokenizer, rows=16, length=256)
-    metrics = measure_model(loaded, text, {}).metrics
+    metrics = measure_model(loaded, text).metrics
     expected = {
         "perplexity": 18.96, "first_attention_fraction": 0.551, "first_attention_mass": 0.370, "sink_rate": 0.637,
         "kurtosis_first": 471, "kurtosis_rest": 95, "max_abs_first": 13_685, "max_abs_rest": 358,

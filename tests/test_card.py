@@ -11,6 +11,7 @@ from test_analyze import LARGE, T, models, opened  # noqa: F401
 from orthojax import analysis, quant
 from orthojax.commands import card
 from orthojax.errors import UserError
+from orthojax.train import evaluate
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "docs/card.schema.json").read_text())
@@ -113,7 +114,8 @@ def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path): 
     assert metrics["gu_sink_rate"]["value"] == 1.0  # H_8 / 8 is 0.34
     assert metrics["kurtosis_first"]["source"].startswith("From Attention to Activation")
     assert [of["format"] for of in made["rounding"]] == list(settings)
-    of = made["rounding"][0]
+    of, expected = made["rounding"][0], evaluate(loaded, tokens, settings={"int8_coarse": quant.INT8_COARSE})
+    assert of["perplexity"] == pytest.approx(expected["perplexity_int8_coarse"], rel=1e-5)
     assert of["lost"] == pytest.approx(of["perplexity"] / measured.metrics["perplexity"] - 1)
     assert of["lost_rotated"] == pytest.approx(of["perplexity_rotated"] / measured.metrics["perplexity"] - 1)
     assert "too short" in made["streaming"]["left_out"]

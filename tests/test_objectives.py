@@ -365,7 +365,7 @@ def test_text_without_targets_is_refused():
     config = run(FULL)
     loaded = LoadedModel(Transformer(config.model), {}, config, None, Path())
     with pytest.raises(UserError, match="a causal model"):
-        measure_model(loaded, Inputs(lambda step: TOKENS, TOKENS, None, {}, None), {})
+        measure_model(loaded, Inputs(lambda step: TOKENS, TOKENS, None, {}, None))
 
 
 def test_full_attention_computes_all_products():

@@ -5,7 +5,7 @@ All numbers are those of `orthojax.train.evaluate_by_head`.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax import analysis, quant
+from orthojax import analysis
 from orthojax.config import Config
 from orthojax.data import embedded_corpus, text_corpus
 from orthojax.data.tokenizers import Tokenizer
@@ -168,20 +168,11 @@ class Measured(NamedTuple):
     arrays: dict[str, np.ndarray]  # of `evaluate_by_head` and `knock_out`
 
 
-def measure_model(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    settings: Mapping[str, quant.QuantizationSetting],
-    *,
-    quantize_head: bool = False,
-    knock_out_rows: int = 0,
-    on_progress: Callable[[str], object] = lambda what: None,
-) -> Measured:
-    """Measures a model as `evaluate_by_head` does, and with `knock_out` on some of the rows unless these are 0.
+def measure_model(loaded: LoadedModel, inputs: Inputs) -> Measured:
+    """Measures a model in float as `evaluate_by_head` does.
 
     Raises:
-      UserError: For token ids or a length that the model does not have, a setting that does not fit it, or a model that
-        is not causal.
+      UserError: For token ids or a length that the model does not have, or a model that is not causal.
     """
     model, rows = loaded.config.model, inputs.evaluation
     if model.attention_mask != "causal":
@@ -190,12 +181,7 @@ def measure_model(
     if rows.min() < 0 or rows.max() >= model.vocab_size:
         wrong = rows.min() if rows.min() < 0 else rows.max()
         raise UserError(f"token id {wrong} is not the model's", allowed=f"0 to {model.vocab_size - 1}")
-    metrics, arrays = evaluate_by_head(
-        loaded, inputs, settings=settings, quantize_head=quantize_head, on_progress=on_progress
-    )
-    if knock_out_rows:
-        arrays |= knock_out(loaded, inputs, knock_out_rows)
-        on_progress("knock-outs")
+    metrics, arrays = evaluate_by_head(loaded, inputs, settings={})
     return Measured(loaded.config, finite(metrics), arrays)
 
 

@@ -153,7 +153,7 @@ def _lists(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
-    found = measure_model(loaded, inputs, {})
+    found = measure_model(loaded, inputs)
     metrics, sections = dict(found.metrics), {"largest_activations": [], "secondary_sinks": []}
     if inputs.task is None:
         tokens, size = inputs.evaluation[:, :-1], loaded.config.eval.batch_size
