@@ -11,7 +11,7 @@ import pytest
 from model_oracle import random_params
 
 import orthojax
-from orthojax.config import RopeConfig
+from orthojax.config import ExpertsConfig, RopeConfig
 from orthojax.data.chat import chat_template, render_chat
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
@@ -28,6 +28,7 @@ GGUF_LLAMA = llama2("tiny", **SMALL, num_kv_heads=2, tie_embeddings=True, norm_e
                     rope_theta=500_000.0)  # fmt: skip
 THERE = {"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output"}
 MLP = {"gate": "ffn_gate", "input": "ffn_up", "output": "ffn_down"}
+PAIRED = ("llama", "smollm3")  # whose queries and keys llama.cpp turns in neighbouring pairs
 
 
 def neighbours(rows, heads):
@@ -42,6 +43,10 @@ def gguf_tensors(config, params, architecture="llama"):
     params, norms = jax.device_get(params), {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
     if architecture == "olmo2":
         norms = {"attention_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"}
+    if architecture == "gpt-oss":
+        norms["mlp_norm"] = "post_attention_norm"
+    if config.block == "sandwich_norm":
+        norms |= {"attention_output_norm": "post_attention_norm", "mlp_output_norm": "post_ffw_norm"}
     tensors = {
         "token_embd.weight": params["token_embedding"]["embedding"],
         "output_norm.weight": params["final_norm"]["scale"],
@@ -52,17 +57,44 @@ def gguf_tensors(config, params, architecture="llama"):
         block = params[f"layers_{i}"]
         for part, names in (("attention", THERE), ("mlp", MLP)):
             for here, there in names.items():
+                if here not in block[part]:  # experts
+                    continue
                 tensors[f"blk.{i}.{there}.weight"] = block[part][here]["kernel"].T
                 if "bias" in block[part][here]:
                     tensors[f"blk.{i}.{there}.bias"] = block[part][here]["bias"]
-        if architecture == "llama":
+        if architecture in PAIRED:
             for there, heads in (("attn_q", config.num_heads), ("attn_k", config.kv_heads)):
                 tensors[f"blk.{i}.{there}.weight"] = neighbours(tensors[f"blk.{i}.{there}.weight"], heads)
+        if architecture == "phi3":
+            parts = [tensors.pop(f"blk.{i}.attn_{part}.weight") for part in "qkv"]
+            tensors[f"blk.{i}.attn_qkv.weight"] = np.concatenate(parts)
+            parts = [tensors.pop(f"blk.{i}.ffn_{part}.weight") for part in ("gate", "up")]
+            tensors[f"blk.{i}.ffn_up.weight"] = np.concatenate(parts)
+        if config.normalizer == "learned_sink":
+            tensors[f"blk.{i}.attn_sinks.weight"] = block["attention"]["sink"]
+        if config.has_experts:
+            tensors |= expert_tensors(i, config, block["mlp"])
         scales = {there: block[here] for here, there in norms.items()}
         scales |= {f"attn_{part[0]}_norm": block["attention"][f"{part}_norm"]
                    for part in ("query", "key") if config.qk_norm != "none"}  # fmt: skip
         tensors |= {f"blk.{i}.{there}.weight": norm["scale"] for there, norm in scales.items()}
     return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+
+def expert_tensors(layer, config, mlp):
+    """Returns the tensors of a mixture: the kernels of all experts as one, [experts, out, in]."""
+    found, E = {}, config.experts.num_experts
+    for leaf, end in (("kernel", "weight"), ("bias", "bias")):
+        if leaf in mlp["router"]:
+            found[f"blk.{layer}.ffn_gate_inp.{end}"] = mlp["router"][leaf].T
+    for here, there in MLP.items():
+        kernel = mlp["experts"][here]["kernel"]
+        kernels = np.split(kernel, E, axis=0 if here == "output" else 1)
+        found[f"blk.{layer}.{there}_exps.weight"] = np.stack([each.T for each in kernels])
+        if "bias" in mlp["router"]:
+            bias = mlp["bias"] if here == "output" else mlp["experts"][here]["bias"].reshape(E, -1)
+            found[f"blk.{layer}.{there}_exps.bias"] = bias
+    return found
 
 
 def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED, **metadata):
@@ -79,7 +111,8 @@ def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED,
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_rope_dimension_count(config.head_dim)
     for name, value in metadata.items():
-        add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add = add[type(value)]
         add(name.replace("__", "."), value)
     expected = {}
     for name, tensor in tensors.items():
@@ -116,23 +149,91 @@ def test_a_gguf_file_is_read_exactly(gguf_file):
 
 
 GROUPED = SMALL | {"num_kv_heads": 2, "norm_eps": 1e-6}
+GEMMA = GROUPED | {"tie_embeddings": True, "mlp": "geglu", "scale_embeddings": True}
+FACTORS = {"rope_factors_long.weight": [2, 3, 4, 5], "rope_factors_short.weight": [1, 1.1, 1.2, 1.3]}
 ARCHITECTURES = {
     "qwen2": (llama2("tiny", **GROUPED, use_bias="qkv", tie_embeddings=True), {}),
-    "qwen3": (llama2("tiny", **GROUPED, qk_norm="head", d_head=16), {"qwen3__attention__key_length": 16}),
+    "qwen3": (llama2("tiny", **GROUPED, qk_norm="head", d_head=16),
+              {"attention__key_length": 16, "attention__value_length": 16}),
     "olmo2": (llama2("tiny", **GROUPED, qk_norm="all", block="output_norm"), {}),
-}
+    "gemma": (llama2("tiny", **GEMMA), {}),
+    "gemma2": (
+        llama2("tiny", **GEMMA, d_head=16, block="sandwich_norm", attention_soft_cap=50.0, final_soft_cap=30.0,
+               attention_window=(4, None), scan_layers=False),
+        {"attention__key_length": 16, "attention__value_length": 16, "attn_logit_softcapping": 50.0,
+         "final_logit_softcapping": 30.0, "attention__sliding_window": 4},
+    ),
+    "gemma3": (
+        llama2("tiny", **GEMMA | {"num_layers": 3}, qk_norm="head", block="sandwich_norm", rope_local_theta=10_000.0,
+               rope_theta=1e6, attention_window=(4, 4, None), scan_layers=False,
+               rope=RopeConfig(scaling="linear", factor=8.0)),
+        {"attention__sliding_window": 4, "attention__sliding_window_pattern": 3, "rope__scaling__type": "linear",
+         "rope__scaling__factor": 8.0},
+    ),
+    "qwen3moe": (
+        llama2("tiny", **GROUPED, qk_norm="head", mlp="experts",
+               experts=ExpertsConfig(num_experts=3, per_token=2, d_expert=16, normalize=True)),
+        {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 16},
+    ),
+    "olmoe": (
+        llama2("tiny", **GROUPED, qk_norm="all", mlp="experts", experts=ExpertsConfig(num_experts=3, per_token=2)),
+        {"expert_count": 3, "expert_used_count": 2},
+    ),
+    "llama of experts": (
+        llama2("tiny", **GROUPED, mlp="experts", experts=ExpertsConfig(num_experts=3, per_token=2, normalize=True)),
+        {"expert_count": 3, "expert_used_count": 2},
+    ),
+    "llama with a window": (llama2("tiny", **GROUPED, attention_window=4), {"attention__sliding_window": 4}),
+    "phi3": (
+        llama2("tiny", **GROUPED | {"max_length": 64}, attention_window=5,
+               rope=RopeConfig(scaling="longrope", factor=4.0, original_length=16, short_factors=(1.0, 1.1, 1.2, 1.3),
+                               long_factors=(2.0, 3.0, 4.0, 5.0), mscale=2.5)),
+        {"attention__sliding_window": 5, "rope__scaling__original_context_length": 16,
+         "rope__scaling__attn_factor": 1.5},  # sqrt(1 + mscale ln(4) / ln(16))
+    ),
+    "smollm3": (
+        llama2("tiny", **GROUPED | {"num_layers": 4}, rotary_layers=(True, True, True, False), scan_layers=False), {}
+    ),
+    "gpt-oss": (
+        llama2("tiny", **GROUPED, use_bias="attention", normalizer="learned_sink", mlp="experts",
+               experts=ExpertsConfig(num_experts=3, per_token=2, normalize=True, mlp="swiglu_clamped", use_bias=True),
+               attention_window=(4, None), scan_layers=False,
+               rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, low_frequency_factor=1.0,
+                               high_frequency_factor=32.0, truncate=False)),
+        {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 32,
+         "attention__sliding_window": 4, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+         "rope__scaling__original_context_length": 8},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_other_architectures_are_read_bit_for_bit(architecture, tmp_path):
-    config, metadata = ARCHITECTURES[architecture]
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures_are_read_bit_for_bit(name, tmp_path):
+    (config, metadata), architecture = ARCHITECTURES[name], name.partition(" ")[0]
     params, path = random_params(config), tmp_path / "model.gguf"
-    write_gguf(path, config, gguf_tensors(config, params, architecture), architecture, quantized={}, **metadata)
+    tensors = gguf_tensors(config, params, architecture)
+    if architecture == "phi3":
+        tensors |= {name: np.array(factors, np.float32) for name, factors in FACTORS.items()}
+    metadata = {f"{architecture}__{name}": value for name, value in metadata.items()}
+    write_gguf(path, config, tensors, architecture, quantized={}, **metadata)
     read, same = read_gguf(path)
     assert computed_as(read) == computed_as(config)
-    same = unstack_layers(same)
+    same = unstack_layers(same) if read.scan_layers else same
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_blocks_of_mxfp4_are_read_exactly(tmp_path):
+    config, metadata = ARCHITECTURES["gpt-oss"]
+    tensors = gguf_tensors(config, random_params(config), "gpt-oss")
+    metadata = {f"gpt-oss__{name}": value for name, value in metadata.items()}
+    quantized = {f"{name}_exps": TYPES.MXFP4 for name in MLP.values()}
+    expected = write_gguf(tmp_path / "model.gguf", config, tensors, "gpt-oss", quantized, **metadata)
+    read = gguf_tensors(config, read_gguf(tmp_path / "model.gguf")[1], "gpt-oss")
+    assert read.keys() == expected.keys()
+    for name, tensor in read.items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+        assert np.array_equal(tensor, tensors[name]) == ("_exps" not in name)
 
 
 TOKENS = ["<|endoftext|>", *"abcdefghi", "ab"]  # as many as the model has
@@ -151,6 +252,10 @@ def test_a_split_file_is_read_by_its_first_part(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(read_gguf(first)[1]), params)
     with pytest.raises(UserError, match="the first of them"):
         read_gguf(second)
+    doubled = {name: 2 * tensors[name] for name in names[3:]}
+    write_gguf(second, GGUF_LLAMA, doubled, quantized={}, split__count=2, split__no=1)
+    again = unstack_layers(read_gguf(first)[1])
+    np.testing.assert_array_equal(again["layers_1"]["mlp_norm"]["scale"], 2 * params["layers_1"]["mlp_norm"]["scale"])
 
 
 def test_a_changed_file_is_read_anew(tmp_path):
@@ -210,7 +315,7 @@ def test_a_damaged_gguf_file_is_named(damage, gguf_file, tmp_path):
 @pytest.mark.parametrize(
     ("named", "more", "options"),
     [
-        ("gemma", {}, {"architecture": "gemma"}),
+        ("mamba", {}, {"architecture": "mamba"}),
         ("llama.logit_scale", {}, {"llama__logit_scale": "2"}),
         ("blk.0.attn_q.lora", {"blk.0.attn_q.lora": np.ones(2, np.float32)}, {}),
         ("blk.9.attn_output.weight", {"blk.9.attn_output.weight": np.ones(2, np.float32)}, {}),
@@ -231,7 +336,7 @@ def test_unknown_and_missing_parts_are_named(named, more, options, tmp_path):
 
 BYTES = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256))]
 BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]
-MERGES = {"\u0120 !": "\u0120!", "1 2": "12", "3 4": "34", "12 3": "123", "a b": "ab"}
+MERGES = {"\u0120 !": "\u0120!", "1 2": "12", "3 4": "34", "12 3": "123", "a b": "ab", "z Z": "zZ"}
 WORDS = [*BYTES, *MERGES.values(), "<think>", "   ", "<|endoftext|>"]
 IDS = {word: i for i, word in enumerate(WORDS)} | {" ": 220}
 KINDS = [1] * (len(WORDS) - 3) + [4, 4, 3]  # normal, user-defined, control
@@ -257,6 +362,8 @@ def tokenizer_file(path, **metadata):
         ("llama-bpe", "1234", ["123", "4"]),
         ("qwen2", "1234", ["1", "2", "3", "4"]),
         ("smollm", "ab12", ["ab", "1", "2"]),
+        ("llama-bpe", "zZZ1234", ["zZ", "Z", "123", "4"]),
+        ("gpt-4o", "zZZ1234", ["z", "Z", "Z", "123", "4"]),
         *((split, "ab<think>!", ["ab", "<think>", "!"]) for split in ("gpt-2", "llama-bpe", "qwen2")),
         ("gpt-2", "!   !", ["!", "   ", "!"]),
         ("gpt-2", "<|endoftext|>", list("<|endoftext|>")),  # text that mentions it

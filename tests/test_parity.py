@@ -22,8 +22,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from orthojax.config import ModelConfig
 from orthojax.data.chat import chat_template, render_chat
 from orthojax.data.tokenizers import load_tokenizer
+from orthojax.errors import UserError
 from orthojax.model import Transformer
-from orthojax.pretrained import FAMILIES, begins_with_bos, computed_as, read_folder, write_folder
+from orthojax.pretrained import FAMILIES, begins_with_bos, computed_as, read_folder, read_folder_config, write_folder
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -229,6 +230,72 @@ def test_shards_of_bfloat16(name, tokens, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     close(our_outputs(*read_folder(tmp_path), tokens)[0], foreign_outputs(model, tokens)[0])
+
+
+@pytest.mark.parametrize("kind", ["headwise", "elementwise"])
+def test_gated_attention_of_qwen(kind, tokens, tmp_path):
+    """Gates the heads of a model of transformers by hooks; its file has rows of gates behind those of each group."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    model = foreign_model("qwen3", GROUPED | {"head_dim": 12})
+    state, heads, groups, width = model.state_dict(), 4, 2, 12
+    normed, torch_gates = {}, []
+    for i, layer in enumerate(model.model.layers):
+        gates = torch.randn(heads, 1 if kind == "headwise" else width, 32)
+        torch_gates.append(gates)
+        name = f"model.layers.{i}.self_attn.q_proj.weight"
+        query, rows = state[name].reshape(heads, width, 32), []
+        for group in np.split(np.arange(heads), groups):
+            rows += [query[group].reshape(-1, 32), gates[group].reshape(-1, 32)]
+        state[name] = torch.cat(rows)
+
+        def keep(_, args, kwargs, i=i):
+            normed[i] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+        def gate(_, args, i=i):
+            logits = torch.einsum("btd,hcd->bthc", normed[i], torch_gates[i])
+            by_head = args[0].reshape(*args[0].shape[:2], heads, width)
+            return ((by_head * torch.sigmoid(logits)).reshape(args[0].shape),)
+
+        layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+        layer.self_attn.o_proj.register_forward_pre_hook(gate)
+    given = model.config.to_dict() | {f"{kind}_attn_output_gate": True, "use_qk_norm": True, "qkv_bias": False}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    save_file(state, tmp_path / "model.safetensors")
+    config, params = read_folder(tmp_path)
+    logits, residuals, _ = our_outputs(config, params, tokens)
+    their_logits, their_residuals, _ = foreign_outputs(model, tokens)
+    close(logits, their_logits)
+    close(residuals[0], their_residuals[1])
+    assert write_folder(tmp_path / "out", config, params) == "orthojax"  # which no qwen3 of transformers computes
+
+
+def test_the_text_model_of_a_gemma3_for_images(tokens, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=GEMMA3, vision_config=vision, mm_tokens_per_image=4)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    logits, *_ = our_outputs(*read_folder(tmp_path), tokens)
+    close(logits, foreign_outputs(model, tokens)[0])
+    # Only what its class does not assume stands in published configs.
+    given = json.loads((tmp_path / "config.json").read_text())
+    given["text_config"] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "sliding_window": 5}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    plain = transformers.Gemma3TextConfig(**given["text_config"])
+    with pytest.raises(UserError, match="token_embedding"):  # of another size
+        read_folder(tmp_path)
+    found = read_folder_config(tmp_path)
+    assert (found.vocab_size, found.num_heads, found.kv_heads, found.head_dim, found.max_length) == (
+        plain.vocab_size, plain.num_attention_heads, plain.num_key_value_heads, plain.head_dim,
+        plain.max_position_embeddings)  # fmt: skip
 
 
 def test_blocks_of_mxfp4_are_those_of_transformers():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,15 +23,15 @@ def open_gguf(path: Path) -> Gguf:
     """Reads the metadata and finds the tensors of a GGUF file, of one that was split by its first part.
 
     Those of the two files read last are kept, since parsing takes seconds: mostly the words of the tokenizer. A file
-    that was replaced or written again is parsed again.
+    of which a part was replaced or written again is parsed again.
     """
     require_file(path, "GGUF file")
-    found = path.stat()
-    return _parsed(path, (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size))
+    parts = [part.stat() for part in _parts(path, int(path.stem[-5:])) if part.exists()] if _is_first(path) else []
+    return _parsed(path, tuple((of.st_dev, of.st_ino, of.st_mtime_ns, of.st_size) for of in parts or [path.stat()]))
 
 
 @functools.lru_cache(maxsize=2)
-def _parsed(path: Path, _: tuple[int, ...]) -> Gguf:
+def _parsed(path: Path, _: tuple[tuple[int, ...], ...]) -> Gguf:
     metadata, tensors = _read_part(path)
     for other in _other_parts(path, metadata):
         tensors |= _read_part(other)[1]
@@ -49,29 +50,42 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
+def _is_first(path: Path, count: str = "[0-9]{5}") -> bool:
+    return re.search(f"-00001-of-{count}[.]gguf$", path.name) is not None
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    """Lists the parts of a split file by its first, under the names that llama.cpp gives them."""
+    name = path.name.removesuffix(f"-00001-of-{count:05d}.gguf")
+    return [path.with_name(f"{name}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+
+
 def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
-    """Lists the parts of a split file besides the first, by the names that llama.cpp gives them."""
     count = metadata.get("split.count", 1)
     if count <= 1:
         return []
-    first = f"-00001-of-{count:05d}.gguf"
-    if not path.name.endswith(first):
-        raise UserError(f"{path} is one of {count} parts", allowed=f"the first of them, NAME{first}, beside the others")
-    others = [
-        path.with_name(f"{path.name.removesuffix(first)}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)
-    ]
+    if not _is_first(path, f"{count:05d}"):
+        allowed = f"the first of them, NAME-00001-of-{count:05d}.gguf, beside the others"
+        raise UserError(f"{path} is one of {count} parts", allowed=allowed)
+    others = _parts(path, count)[1:]
     for other in others:
         require_file(other, f"part of {path.name}")
     return others
 
 
-# The expressions by which text is cut into words before BPE; Llama 3's is that of llama3/llama/tokenizer.py, and
-# `default` that of llama.cpp, which cuts one after the other.
+# The expressions by which text is cut into words before BPE; Llama 3's is that of llama3/llama/tokenizer.py,
+# GPT-4o's that of tiktoken's o200k_base, and `default` that of llama.cpp, which cuts one after the other.
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}]" for case in (r"Lu}\p{Lt", "Ll"))
+_GPT4O_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
@@ -90,6 +104,7 @@ _WORDS = {
     **dict.fromkeys(("gpt-2", "olmo"), _cut(_GPT2_WORDS)),
     **dict.fromkeys(_LLAMA3, _cut(LLAMA3_WORDS)),
     "qwen2": _cut(_QWEN2_WORDS),
+    "gpt-4o": _cut(_GPT4O_WORDS),  # of gpt-oss
     "smollm": _cut(r"\p{N}", _GPT2_WORDS),
 }
 # Values of `tokenizer.ggml.token_type`: control tokens, which text does not contain, and words that are one token

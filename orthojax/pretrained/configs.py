@@ -60,7 +60,7 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
                 known = isinstance(value, str | bool) and value in row.values
                 require(known, f"{name}={value!r} is not supported", " | ".join(map(str, row.values)))
                 value = row.values[value]
-            fields[row.ours] = integer(given, name) if row.ours in _COUNTS else value
+            fields[row.ours] = integer({name: value}, name) if row.ours in _COUNTS else value
     _require_known(family, given)
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]

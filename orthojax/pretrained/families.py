@@ -155,10 +155,12 @@ class Family:
     # Whether a layer (of a config) has a window if no `layer_types` say so; None if all have one, or none.
     windowed: Callable[[Mapping[str, Any], int], bool] | None = None
     local_rope: bool = False  # `rope_parameters` has an object for layers with windows, and one for the others
+    beside: tuple[str, ...] = ()  # how names of tensors begin that belong to other parts, such as those for images
     more: More | None = None
 
 
-HEADS = ("lm_head.weight", "embed_out.weight")  # which have no prefix, and are left out if they are tied
+# Names without a prefix, which are left out if they are tied.
+HEADS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 
 
 def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -303,15 +305,41 @@ QWEN2 = Family(
     window_switch=True,
     windowed=_is_late,
 )
+# The models of Gated Attention (arXiv 2505.06708) call themselves qwen3: the rows of their gates follow those of the
+# queries in `q_proj`, for each key-value head. transformers would not read them, so that nothing writes them.
+_GATES = {"headwise_attn_output_gate": True, "elementwise_attn_output_gate": "elementwise"}
+
+
+def _read_gates(given: Mapping[str, Any]) -> dict[str, Any]:
+    gates = [gate for name, gate in _GATES.items() if given.get(name)]
+    plain = given.get("use_qk_norm") in (None, True) and not given.get("qkv_bias")
+    fits = plain and len(gates) < 2 and not (gates and given.get("attention_bias"))
+    allowed = "use_qk_norm, one kind of gate or none, and no biases beside it"
+    require(fits, "such a variant of qwen3 is not supported", allowed)
+    return {"gated_attention": gates[0] if gates else False}
+
+
+def _read_gated_query(x: np.ndarray, c: ModelConfig) -> Sequence[np.ndarray]:
+    parts = np.split(x.reshape(c.kv_heads, -1, x.shape[-1]), [c.num_heads // c.kv_heads * c.head_dim], axis=1)
+    return [part.reshape(-1, x.shape[-1]).T for part in parts]
+
+
+_QUERY_THERE = "layers.{}.self_attn.q_proj.weight"
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     _LLAMA_BASE | {"qk_norm": "head"},
     _WINDOWED | _BIASED | {"head_dim": Same("d_head", 128)},
-    _LLAMA_WEIGHTS,
+    [
+        *(row._replace(where=lambda c: not c.gated_attention) if row.there == _QUERY_THERE else row
+          for row in _LLAMA_WEIGHTS),
+        Weight(_QUERY_THERE, ("layers/attention/query/kernel", "layers/attention/gate/kernel"),
+               Transform(_read_gated_query)),
+    ],
     window_switch=True,
     windowed=_is_late,
-)
+    more=More(frozenset({*_GATES, "use_qk_norm", "qkv_bias"}), _read_gates, lambda c: {}),
+)  # fmt: skip
 OLMO = Family(
     "olmo",
     "OlmoForCausalLM",
@@ -620,11 +648,17 @@ GEMMA2 = Family(
     _one_more(_GEMMA2_WEIGHTS),
     windowed=lambda given, layer: layer % 2 == 0,
 )
+_PUBLISHED_GEMMA3 = {
+    "vocab_size": Same("vocab_size", 262_208),
+    "num_attention_heads": Same("num_heads", 8),
+    "num_key_value_heads": Same("num_kv_heads", 4),
+    "max_position_embeddings": Same("max_length", 131_072),
+}
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     _GEMMA_BASE | {"block": "sandwich_norm", "qk_norm": "head"},
-    _GEMMA2_FIELDS | {
+    _GEMMA2_FIELDS | _PUBLISHED_GEMMA3 | {
         "attn_logit_softcapping": Only((None,)),  # of which the implementation takes no notice
         "final_logit_softcapping": Same("final_soft_cap", None),
     },
@@ -633,6 +667,14 @@ GEMMA3 = Family(
     windowed=lambda given, layer: (layer + 1) % max(integer(given, "sliding_window_pattern", 6), 1) != 0,
     local_rope=True,
 )  # fmt: skip
+# With images, of which nothing is read: the text model is in `text_config`, and only what its class does not assume.
+GEMMA3_IMAGES = dataclasses.replace(
+    GEMMA3,
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    prefixes=("model.language_model.", "language_model.model."),
+    beside=tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")),
+)
 
 
 # Mixtures of experts in files of one tensor for each.
@@ -762,5 +804,5 @@ SMOLLM3 = Family(
               _write_rotating),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

@@ -115,7 +115,9 @@ def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
     config, family = _config_and_family(folder)
     rows, ignored = (own_rows(config), ()) if family is None else (_rows(family), family.ignored)
     ignored += HEADS if config.tie_embeddings else ()
-    return config, read_params(config, rows, _tensors_of(folder), str(folder), ignored)
+    tensors, beside = _tensors_of(folder), () if family is None else family.beside
+    tensors = {name: read for name, read in tensors.items() if not name.startswith(beside)}
+    return config, read_params(config, rows, tensors, str(folder), ignored)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -131,7 +133,9 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
     if not isinstance(name, str) or name not in FAMILIES:
         hint = f"{nearest(str(name), FAMILIES)} orthojax.analysis.summarize takes arrays of any model".strip()
         raise UserError(f"model_type {name!r} is not supported", allowed=" | ".join(FAMILIES), hint=hint)
-    config = read_config(FAMILIES[name], given)
+    nested = given.get("text_config") if FAMILIES[name].beside else given
+    require(isinstance(nested, dict), f"the config of {folder} has no text_config", "that of the text model")
+    config = read_config(FAMILIES[name], nested)
     if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
         warnings.warn(f"{folder} says tied embeddings, and has another head: the head is used", stacklevel=2)
         config = dataclasses.replace(config, tie_embeddings=False)
