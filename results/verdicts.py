@@ -7,15 +7,16 @@ committed figures, and docs/claims.md.
 
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from orthojax.experiments.catalog import ALL
-from orthojax.experiments.claims import Judged, judge
+from orthojax.experiments.claims import judge
 from orthojax.experiments.report import Report, escape_markdown, markdown, svg
 from orthojax.experiments.results import Results
-from orthojax.experiments.study import Study, command, make_report, read_results
+from orthojax.experiments.study import Study, make_report, read_results
 
 RESULTS = Path(__file__).parent
 PUBLISHED = RESULTS.parent / "orthojax/experiments/published.json"  # beside the code, for a wheel has no results
@@ -60,28 +61,45 @@ def with_committed_pictures(results: Results) -> Report:
 
 
 def claims() -> str:
-    """Returns docs/claims.md: a summary, then every claim with its verdict, its first numbers and its report."""
+    """Returns docs/claims.md: a summary, then a table of the claims of each study with a link to its report."""
     lines = [
         "# All claims",
-        "Written by `python results/verdicts.py --write` from the committed results. Criteria, all numbers and tables "
-        "are in the reports. Scale tiny unless a heading says otherwise; see [results](../results/README.md). What "
-        "follows from them is in [which recipe](which_recipe.md).",
+        "Written by `python results/verdicts.py --write` from the committed results. Whole claims, criteria, ranges "
+        "over seeds and tables are in the reports that the headings link to. What follows from them is in "
+        "[which recipe](which_recipe.md). A star marks a criterion that was revised after the data.",
         (RESULTS / "in_short.md").read_text().strip(),
     ]
     for study, scale, results in committed():
         path = (folder(study, scale) / "report.md").relative_to(RESULTS.parent)
         of_scale = "" if scale == "tiny" or not study.runs else f", scale {scale}"
-        lines.append(f"## {escape_markdown(study.title)}{of_scale}\n\n`{command(results)}` ([report](../{path}))")
-        lines.append("\n".join(_line(judge(claim, results)) for claim in study.claims) or "No claims: a map.")
+        lines.append(f"## [{escape_markdown(study.title)}](../{path}){of_scale}")
+        judged = zip(make_report(results).verdicts, study.claims, strict=True)
+        rows = [[in_brief(of.says), of.verdict + " \\*" * bool(claim.revised), _first_numbers(of.brief)]
+                for of, claim in judged]  # fmt: skip
+        table = "\n".join(f"| {escape_markdown(says)} | {verdict} | {escape_markdown(number)} |"
+                          for says, verdict, number in rows)  # fmt: skip
+        lines.append(f"| claim | verdict | measured |\n|---|---|---|\n{table}" if rows else "No claims: a map.")
     return "\n\n".join(lines) + "\n"
 
 
-def _line(judged: Judged) -> str:
-    numbers = judged.cases[0].numbers[:1] if len(judged.cases) == 1 else []
-    lacks = [f"Not testable: {of.lacks}" for of in judged.cases if len(judged.cases) == 1 and of.lacks]
-    shown = "".join(f" {escape_markdown(words)}." for words in [*numbers, *lacks])
-    revised = " *Criterion revised after the data.*" if judged.first else ""
-    return f"- **{judged.verdict}**: {escape_markdown(judged.claim.says)}{shown}{revised}"
+def in_brief(text: str, words: int = 12) -> str:
+    """Shortens a claim for a cell: its first sentence without what is in parentheses, clauses as long as they fit.
+
+    >>> in_brief("Dominance falls by up to 95% (abstract: 65% to 3.3%; conclusion). Here it does not.")
+    'Dominance falls by up to 95%'
+    """
+    text = re.split(r"(?<=[^.]{9})[.;] ", re.sub(r"\s+\([^()]*\)", "", text))[0].rstrip(".")
+    if len(text.split()) <= words:
+        return text
+    shown = " ".join(text.split()[: words - 1])
+    clauses = max(shown.rfind(", "), shown.rfind(": "))
+    shown = shown[:clauses] if len(shown[: max(clauses, 0)].split()) > words // 2 else shown
+    return shown.rstrip(",:") + " ..."
+
+
+def _first_numbers(text: str, most: int = 3) -> str:
+    parts = text.split(", ")
+    return ", ".join(parts[:most]) + ", ..." * (len(parts) > most) or "-"
 
 
 def published() -> str:

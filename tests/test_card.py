@@ -149,7 +149,7 @@ def test_cards_are_compared_and_others_are_refused(tmp_path):
         cards[0] | {"kv_cache": [{"format": "kv4", "lost": "x"}]},
     ):
         (tmp_path / "c.json").write_text(json.dumps(wrong))
-        with pytest.raises(UserError, match=r"c\.json is no card"):
+        with pytest.raises(UserError, match=r"c\.json is not a card"):
             card.read_cards(tmp_path / "c.json")
 
 

@@ -9,6 +9,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from orthojax.experiments.report import markdown
+from orthojax.experiments.study import command
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,7 +48,7 @@ def test_what_is_published_is_noted_for_the_command(script):
     assert script["PUBLISHED"].read_text() == script["published"]()
     for study, scale, results in script["committed"]():
         assert study.published[scale].seeds == results.seeds
-        assert f"--seeds={','.join(map(str, results.seeds))}" in script["command"](results)
+        assert f"--seeds={','.join(map(str, results.seeds))}" in command(results)
         assert script["folder"](study, scale).name == study.name == results.study.name
 
 

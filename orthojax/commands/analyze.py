@@ -80,6 +80,9 @@ def _require_length(path: str) -> Path:
     if config.model.position == "learned" and FLAGS.length > config.model.max_length:
         problem = f"--length={FLAGS.length} is longer than the positions of the model {path}"
         raise UserError(problem, allowed=f"1 to {config.model.max_length}")
+    if FLAGS.length > config.model.max_length:
+        words = f"{path}: --length={FLAGS.length} is longer than the {config.model.max_length} tokens of its training"
+        print(printable(words), file=sys.stderr)
     length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
     if FLAGS.stride > length:
         raise UserError(f"--stride={FLAGS.stride} with rows of {length} tokens", allowed=f"1 to {length}")

@@ -95,7 +95,7 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
     try:
         ids = np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
-        raise UserError(f"{path} is no .npy file: {str(error)[:200]}") from None
+        raise UserError(f"{path} is not a .npy file: {str(error)[:200]}") from None
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{path} holds {ids.dtype} {ids.shape}", allowed="integers [rows, length + 1] or [tokens]")
     width = length + 1

@@ -267,7 +267,9 @@ def read_cards(path: Path) -> list[dict[str, Any]]:
     values = parse_json(path.read_bytes(), f"card {path}")
     cards = values if isinstance(values, list) else [values]
     if not all(map(_is_card, cards)):
-        raise UserError(f"{path} is no card", allowed=f"a JSON file of the schema {SCHEMA}, as orthojax analyze writes")
+        raise UserError(
+            f"{path} is not a card", allowed=f"a JSON file of the schema {SCHEMA}, as orthojax analyze writes"
+        )
     return cards
 
 
@@ -301,7 +303,11 @@ def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
         columns.append(column)
     names = dict.fromkeys(name for of in columns for name in of)
     rows = [[name, *(of.get(name, "-") for of in columns)] for name in names]
-    return Table("Cards beside each other", ["", *(card["model"]["name"] for card in cards)], rows)
+    given = [card["model"]["name"] for card in cards]
+    headings = [
+        f"{name} ({given[:i].count(name) + 1})" if given.count(name) > 1 else name for i, name in enumerate(given)
+    ]
+    return Table("Cards beside each other", ["", *headings], rows)
 
 
 def tables_and_pictures(name: str, sections: Mapping[str, Any]) -> tuple[list[Table], list[Picture]]:
@@ -314,7 +320,7 @@ def tables_and_pictures(name: str, sections: Mapping[str, Any]) -> tuple[list[Ta
     rows = [[of["format"], _cell(of, "perplexity"), _cell(of, "lost"), _cell(of, "bytes_per_token")]
             for of in sections["kv_cache"]]  # fmt: skip
     tables += (
-        [Table(f"{name}, keys and values of few bits", ["cache", "perplexity", "lost", "bytes a token"], rows)]
+        [Table(f"{name}, keys and values of few bits", ["cache", "perplexity", "lost", "bytes per token"], rows)]
         if rows
         else []
     )

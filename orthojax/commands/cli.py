@@ -67,7 +67,8 @@ def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
             last = part.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
             name, path = re.sub(r"[^\w.-]", "_", last).lstrip("._-") or "model", part
         if not path or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise UserError(f"{flag}{part!r} gives no path and name", allowed=f"{flag}PATH or {flag}NAME=PATH")
+            problem = f"{flag}{part} has no path" if not path else f"{flag}{part} has the name {name!r}"
+            raise UserError(problem, allowed=f"{flag}PATH, or {flag}NAME=PATH with a name of letters, digits, . _ -")
         if name in found:
             raise UserError(f"two are called {name!r}", allowed=f"{flag}NAME=PATH for one of them")
         found[name] = path

@@ -38,7 +38,7 @@ def define_flags() -> None:
     flags.DEFINE_string("system", None, "With --chat: the system message.")
     flags.DEFINE_bool("parse_special", False, "Read names of special tokens in the prompt as these tokens.")
     flags.DEFINE_bool("json", False, "Write one JSON object: prompt_ids, token_ids, text.")
-    flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.", lower_bound=0)
+    flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.", lower_bound=1)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
     flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
