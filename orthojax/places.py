@@ -65,6 +65,10 @@ def find_checkpoint(path: Path) -> Path:
         return path
     runs = [os.path.relpath(run) for run in sorted(path.iterdir()) if steps_in(run / "checkpoints")]
     hint = f"did you mean one of its runs: {', '.join(runs[:3])}?" if runs else ""
+    if (path / "results.json").is_file() and not runs:
+        hint = "the models of experiments are in their --runs_dir, runs/models if not given"
+    elif is_pretrained(path):
+        hint = f"a model that others trained: orthojax analyze --model={os.path.relpath(path)}"
     raise UserError(f"no orthojax checkpoint in {path}", allowed=_RUNS, hint=hint)
 
 

@@ -252,13 +252,13 @@ def test_the_command_writes_results_and_reports(models, tmp_path):
     options = [f"--token_ids={models / 'planted.npy'}", f"--length={T}", "--settings=none", "--knock_out=2"]
     done = run("analyze", f"--model=sink={models / 'planted'},random={models / 'run'}", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "runs/analyze/results.json").read_text())
+    found = json.loads((tmp_path / "runs/analyze/sink-random/results.json").read_text())
     assert {"experiment", "scale", "provenance", "rows"} == found.keys()
     assert [(row["variant"], row["seed"]) for row in found["rows"]] == [("sink", 0), ("random", 0)]
     assert found["rows"][0]["metrics"]["sink_rate"] == 1.0
-    report = (tmp_path / "runs/analyze/report.md").read_text()
-    assert all(f"figures/{path.name}" in report for path in (tmp_path / "runs/analyze/figures").iterdir())
-    arrays = np.load(tmp_path / "runs/analyze/arrays/sink.npz")
+    report = (tmp_path / "runs/analyze/sink-random/report.md").read_text()
+    assert all(f"figures/{path.name}" in report for path in (tmp_path / "runs/analyze/sink-random/figures").iterdir())
+    arrays = np.load(tmp_path / "runs/analyze/sink-random/arrays/sink.npz")
     assert arrays["first_attention_mass"].shape == (1, 2)
 
 
@@ -267,9 +267,9 @@ def test_a_series_is_drawn_over_steps(models, tmp_path):
     options = [f"--token_ids={models / 'run.npy'}", f"--length={T}", "--settings=none", "--rows=4"]
     done = run("analyze", f"--model={models / 'run'}", "--checkpoints", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "runs/analyze/results.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "runs/analyze/run_checkpoints/results.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == ["5", "20"]
-    assert (tmp_path / "runs/analyze/figures/kurtosis_first_by_step.svg").exists()
+    assert (tmp_path / "runs/analyze/run_checkpoints/figures/kurtosis_first_by_step.svg").exists()
 
 
 @pytest.mark.slow

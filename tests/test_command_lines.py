@@ -158,7 +158,7 @@ REFUSED = {
     "a temperature in words": ("generate", [*WRITE, "--temperature=hot"], ["--temperature=hot"]),
     "top_p of nothing": ("generate", [*WRITE, "--top_p=0"], ["top_p=0.0"]),
     "a prompt longer than learned positions": (
-        "generate", ["--model=run", "--prompt=the sink and the peak"], ["21 tokens", "max_length=8"],
+        "generate", ["--model=run", "--prompt=the sink and the peak"], ["21 tokens", "a window of 8"],
     ),
     "a token that the model does not have": ("generate", ["--model=run", "--prompt_ids=1,300"], ["300", "257"]),
     "a mistyped run": ("evaluate", ["--checkpoint=runn"], ["'run'"]),

@@ -231,7 +231,7 @@ def test_a_seed_gives_its_tokens_in_any_batch():
         ([1], {"temperature": -1.0}, "temperature=-1.0"),
         ([1], {"top_p": 1.1}, "top_p=1.1"),
         ([1], {"steps": 0}, "steps=0"),
-        ([1], {"steps": 17}, "max_length=16"),
+        ([1], {"steps": 17}, "the model has 16"),
         ([1], {"seed": -1}, "seed=-1"),
         ([1], {"window": 0}, "window=0"),
         ([1], {"sinks": 2}, "sinks=2"),

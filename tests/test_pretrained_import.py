@@ -8,6 +8,7 @@ import re
 import sys
 import weakref
 from functools import partial
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -18,10 +19,10 @@ from thinned import quick_and_slow
 
 import orthojax
 from orthojax import quant
-from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from orthojax.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
-from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2
+from orthojax.model import LoadedModel, Transformer, bigram_backcopy, gpt2, llama2
 from orthojax.ops import rotary_frequencies
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
 from orthojax.pretrained.configs import read_config, write_config
@@ -535,4 +536,19 @@ def test_the_tokenizer_comes_along_and_integers_do_not(tmp_path):
         write_folder(tmp_path / "integers", LLAMA, quant.integer_params(params, quant.INT8_MODERATE))
     assert not (tmp_path / "integers").exists()
     write_folder(tmp_path / "model", LLAMA, params, ByteTokenizer())
-    assert orthojax.load(tmp_path / "model").tokenizer == ByteTokenizer()
+    eos = ByteTokenizer().eos_id
+    assert orthojax.load(tmp_path / "model").tokenizer == dataclasses.replace(ByteTokenizer(), stop_ids=(eos,))
+    given = json.loads((tmp_path / "model/config.json").read_text())
+    assert (given["bos_token_id"], given["eos_token_id"]) == (ByteTokenizer().bos_id, eos)
+
+
+def test_the_export_of_the_guide(tmp_path, monkeypatch):
+    code = (Path(__file__).parents[1] / "docs/checkpoints.md").read_text().partition("## Export")[2]
+    loaded = LoadedModel(Transformer(LLAMA), stacked_params(LLAMA), Config(model=LLAMA), None, tmp_path)
+    monkeypatch.setattr(orthojax, "load", lambda path: loaded)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(re.findall("```python\n(.*?)```", code, re.S)[0], names)
+    assert names["model_type"] == "llama"
+    given = json.loads((tmp_path / "exported/config.json").read_text())
+    assert given["bos_token_id"] is given["eos_token_id"] is None

@@ -61,7 +61,7 @@ def define_flags() -> None:
     flags.DEFINE_list("heads", ["0.0"], "Heads of --attention_of as LAYER.HEAD: 0.3,1.2.")
     flags.DEFINE_list("card", [], "Files of cards of other models, to compare with.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
-    flags.DEFINE_string("workdir", "runs/analyze", "Where results and reports go.")
+    flags.DEFINE_string("workdir", "", "Where results and reports go; runs/analyze/NAMES if not given.")
 
 
 def checkpoint_series(run: str) -> dict[str, str]:
@@ -156,7 +156,9 @@ def _attention(name: str, loaded: Any) -> list[Any]:
     return [attention_picture(loaded, name, np.array(ids, np.int32), _heads(), words)]
 
 
-def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
+def _measure(
+    name: str, place: Path, workdir: Path, settings: dict[str, Any]
+) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
     """Returns what was measured of a model, the sections of its card, the provenance of its text, and pictures."""
     from tqdm import tqdm
 
@@ -171,7 +173,7 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
     pictures = _attention(name, loaded)  # first, since it may be refused
     settings = {} if inputs.task is not None else fitting(loaded, settings)
     options = {"quick": FLAGS.quick or inputs.task is not None, "knock_out_rows": FLAGS.knock_out}
-    folder = Path(FLAGS.workdir) / "stages" / name
+    folder = workdir / "stages" / name
     make_folder(folder, "folder of stages")
     names = [*card.stage_names(list(settings), **options), *(["sliding"] if FLAGS.stride else [])]
     with tqdm(desc=f"{name}: {names[0]}", total=len(names)) as bar:
@@ -180,7 +182,7 @@ def _measure(name: str, place: Path, settings: dict[str, Any]) -> tuple[Any, dic
             bar.set_description(f"{name}: {[*names, 'done'][names.index(stage) + 1]}", refresh=False)
             bar.update()
 
-        of = [__version__, card.identity(place, Path(FLAGS.workdir)), inputs.provenance, FLAGS.batch]
+        of = [__version__, card.identity(place, workdir), inputs.provenance, FLAGS.batch]
         stages = card.Stages(folder, of, done)
         measured, sections = card.measure(
             loaded, inputs, settings, stages, quantize_head=FLAGS.quantize_head, **options
@@ -225,12 +227,13 @@ def main(_: list[str]) -> None:
     started, settings = time.monotonic(), _settings()
     others = [of for path in FLAGS.card for of in card.read_cards(Path(path))]
     places = {name: _require_length(path) for name, path in models.items()}
-    workdir = Path(FLAGS.workdir)
+    series = f"{Path(FLAGS.model[0]).name}_checkpoints"
+    workdir = Path(FLAGS.workdir or f"runs/analyze/{series if FLAGS.checkpoints else '-'.join(models)[:100]}")
     make_folder(workdir / "arrays", "workdir")
     keep_compiled_programs(FLAGS.compile_cache)
     measured, data, more, cards, machine = {}, [], {}, [], environment()
     for name, place in places.items():  # one model in memory at a time
-        measured[name], sections, text, drawn = _measure(name, place, settings)
+        measured[name], sections, text, drawn = _measure(name, place, workdir, settings)
         data.append({"name": name, **text})
         tables, pictures = card.tables_and_pictures(name, sections)
         more[name] = tables, pictures + drawn

@@ -101,7 +101,9 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
     width = length + 1
     ids = ids[: len(ids) // width * width].reshape(-1, width) if ids.ndim == 1 else ids
     if not len(ids) or ids.shape[1] < width:
-        raise UserError(f"{path} holds {ids.shape}: no row of {width} tokens", allowed="a smaller --length")
+        most = ids.shape[1] - 1 if ids.ndim == 2 and ids.shape[0] and ids.shape[1] > 1 else 0
+        allowed = f"--length={most} or less" if most else "a smaller --length"
+        raise UserError(f"{path} holds {ids.shape}: no row of {width} tokens", allowed=allowed)
     ids = ids[: rows or None, :width]
     extreme = ids.min() if ids.min() < 0 else ids.max()
     if not 0 <= extreme < 2**31:  # in 32 bits it would be another id

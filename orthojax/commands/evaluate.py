@@ -27,6 +27,7 @@ def define_flags() -> None:
     cli.define_cache_dir()
     cli.define_compile_cache()
     flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
+    flags.DEFINE_alias("model", "checkpoint")
     flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
     define_settings()
     flags.DEFINE_bool("json", False, "Write one JSON object, that of evaluation.json, in the place of the tables.")

@@ -23,6 +23,7 @@ from orthojax.files import require_file
 from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
+_TOKENS = 100
 
 
 def define_flags() -> None:
@@ -38,7 +39,12 @@ def define_flags() -> None:
     flags.DEFINE_string("system", None, "With --chat: the system message.")
     flags.DEFINE_bool("parse_special", False, "Read names of special tokens in the prompt as these tokens.")
     flags.DEFINE_bool("json", False, "Write one JSON object: prompt_ids, token_ids, text.")
-    flags.DEFINE_integer("tokens", 100, "How many tokens to write at most.", lower_bound=1)
+    flags.DEFINE_integer(
+        "tokens",
+        None,
+        "How many tokens to write at most; if not given, 100 or what the model has room for.",
+        lower_bound=1,
+    )
     flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
     flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
@@ -69,7 +75,7 @@ def main(_: list[str]) -> None:
     from orthojax.train import keep_compiled_programs, require_tokenizer
 
     options: Any = {name: FLAGS[name].value for name in ("temperature", "top_p", "seed", "window", "sinks")}
-    check_options(FLAGS.tokens, **options)
+    check_options(FLAGS.tokens or 1, **options)
     keep_compiled_programs(FLAGS.compile_cache)
     loaded = load(FLAGS.model)
     tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else loaded.tokenizer
@@ -77,7 +83,10 @@ def main(_: list[str]) -> None:
         tokenizer = require_tokenizer(loaded)
     prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos, loaded.source)
     start, times = time.perf_counter(), []
-    generated = stream(loaded, prompt, FLAGS.tokens, **options)  # checks the prompt
+    steps, c = FLAGS.tokens or _TOKENS, loaded.config.model
+    if FLAGS.tokens is None and FLAGS.window is None and c.position == "learned" and len(prompt) < c.max_length:
+        steps = min(steps, c.max_length - len(prompt))
+    generated = stream(loaded, prompt, steps, **options)  # checks the prompt
 
     def ids() -> Iterator[int]:
         for token in generated:

@@ -141,5 +141,6 @@ def main(_: list[str]) -> None:
     report = make_report(results)
     write_report(report, workdir)
     several = study.runs and len(results.seeds) == 1 and not folders
-    more = f"orthojax reproduce --experiment={study.name} --scale={scale} --seeds=0,1,2" if several else ""
+    seeds = ",".join(str(results.seeds[0] + i) for i in range(3)) if several else ""
+    more = f"orthojax reproduce --experiment={study.name} --scale={scale} --seeds={seeds}" if several else ""
     print_summary(report, f"{workdir}/report.html", seconds=time.monotonic() - started, next_command=more)

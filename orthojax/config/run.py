@@ -189,7 +189,7 @@ class DataConfig:
         two = "data.paths=TRAIN.bin,VALIDATION.bin"
         require(self.kind != "tokens" or files == 2, f"data.kind='tokens' with {files} files", two)
         ignored = f"data.paths={self.paths} is not read by data.kind={self.kind!r}"
-        require(self.kind != "embedded" or not files, ignored, "kind 'text', 'tokens' or 'bigram_backcopy'")
+        require(self.kind != "embedded" or not files, ignored, "data.kind=text | tokens | bigram_backcopy")
         ignored = f"data.repeated_share={self.repeated_share} is not read by data.kind={self.kind!r}"
         require(not self.repeated_share or self.kind in ("embedded", "text"), ignored, "kind 'embedded' or 'text'")
         short = f"data.delimiter with data.sequence_length={self.sequence_length}"

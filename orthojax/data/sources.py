@@ -22,7 +22,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
 from orthojax.errors import UserError, nearest, needing
-from orthojax.files import require_file
+from orthojax.files import nearest_path, require_file
 
 # Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
 # corpus does not depend on the packaging; generated tables and documentation rather than code.
@@ -149,6 +149,9 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
             matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
             files = [(file.name, file) for file in matches if file.is_file()]
         else:
+            if not os.path.lexists(path):
+                allowed = "files, folders or patterns of text, .jsonl and tables"
+                raise UserError(f"no such text file: {path}", allowed=allowed, hint=nearest_path(path))
             require_file(path, "text file")
             files = [(path.name, path)]
         if not files:

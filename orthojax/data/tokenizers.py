@@ -32,9 +32,8 @@ from orthojax.places import locate
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
-ALLOWED = (
-    f"bytes | bpe:N (N ids, at least 260, trained on the corpus) | the path of {_FORMATS}, or of a folder with one"
-)
+_PATHS = f"the path of {_FORMATS}, or of a folder with one"
+ALLOWED = f"bytes | bpe:N (N ids, at least 260, trained on the corpus) | {_PATHS}"
 # Usual names of the two in published tokenizers, by precedence.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
@@ -342,6 +341,8 @@ def _files(spec: str) -> list[Path]:
     files = [path, path.with_name("merges.txt")] if path.name == "vocab.json" else [path]
     for file in files:
         if not os.path.lexists(file):
+            if re.fullmatch(r"bytes|bpe:\d+", spec):
+                raise UserError(f"tokenizer {spec!r} is not that of a trained model", allowed=_PATHS)
             hint = nearest(spec, ["bytes", "bpe:N"])
             raise UserError(f"there is no tokenizer {str(file)!r}", allowed=ALLOWED, hint=hint)
         require_file(file, "tokenizer file")

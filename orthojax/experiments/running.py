@@ -288,6 +288,8 @@ def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> 
             for place, (run, process) in list(working.items()):
                 if process.poll() is not None:
                     del working[place]
+                    done = len(runs) - len(waiting) - len(working)
+                    print(f"{done} of {len(runs)} runs done", file=sys.stderr, flush=True)
                     if process.returncode and not stopped:
                         lost[run.variant, run.seed] = f"its process ended with code {process.returncode}"
             time.sleep(0.1)

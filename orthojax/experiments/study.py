@@ -279,7 +279,10 @@ def as_verdict(judged: Judged) -> Verdict:
         why, first = claim.revised
         remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
     of = judged.cases
-    brief = of[0].brief if len(of) == 1 else f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
+    alone = judged.verdict == "not testable" and len(of) == 1 and of[0].lacks
+    brief = (
+        alone or of[0].brief if len(of) == 1 else f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
+    )
     return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
 
 
@@ -302,6 +305,8 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
 def _setting(results: Results) -> str:
     provenance, seeds = results.raw["provenance"], results.seeds
     parts = [f"scale {results.scale}"] if results.study.runs else []
+    if "paper" in results.study.scales and results.scale != "paper":
+        parts[-1:] = [f"{''.join(parts[-1:])} (far smaller models stand in for the paper's)".strip()]
     parts.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}")
     return " · ".join([*parts, *(provenance[key] for key in ("date", "device") if key in provenance)])
 

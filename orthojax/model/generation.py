@@ -179,8 +179,9 @@ def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int
     if c.position == "learned":
         if total > c.max_length:
             what = f"a prompt of {prompt} tokens and what follows are {total} positions" if prompt > 1 else f"{total}"
-            hint = "a window keeps the latest tokens only, at positions that it knows"
-            raise UserError(f"{what}, more than the model has", allowed=f"max_length={c.max_length}", hint=hint)
+            fewer = f"{c.max_length - prompt} more tokens or fewer, or " if prompt < c.max_length else ""
+            allowed = f"{fewer}a window of {c.max_length}, which keeps the latest tokens"
+            raise UserError(f"{what}, and the model has {c.max_length}", allowed=allowed)
         size = min(size, c.max_length)
     return init_cache(c, batch, size)
 

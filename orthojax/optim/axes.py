@@ -334,5 +334,6 @@ def _in_doubt(
     options = " or ".join(f"Rotation(axes={n})" for n in ranked)
     return UserError(
         f"Rotation() is not certain of d_model, the width of the residual stream: {lengths}; {of}",
-        allowed=f"{options}, whichever is d_model",
+        allowed=f"{options}, whichever is d_model"
+        + ("" if tables or is_part else "; with embeddings='' if there are none"),
     )

@@ -315,6 +315,8 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
         (folder / files.popitem()[1]).rename(folder / "model.safetensors")
     else:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
+    # Without a tokenizer none: those that a family assumes may not be in the vocabulary.
+    given |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
     write_text(folder / "config.json", json.dumps(given, indent=2) + "\n")  # last: without it there is no model

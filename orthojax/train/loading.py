@@ -158,7 +158,7 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
     if not different or (allow_normalizer_change and may_change):
         return
     named = [name for name in different if has_sink or not allow_normalizer_change or name not in normalizer]
-    before, now = flatten(saved), flatten(model)
+    before, now = flatten(computed_as(saved)), flatten(computed_as(model))
     values = ", ".join(f"model.{name}={before[name]!r}, not {now[name]!r}" for name in named)
     raise UserError(
         f"the checkpoint {folder} was trained with a different model config: {values}",

@@ -94,7 +94,8 @@ def require_same_config(config: Config, before: Config, where: Path) -> None:
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     hint = "logging, when it validates and checkpoints, retention, the mesh and how a step is computed may differ"
     if config.train.steps > before.train.steps:
-        hint = f"the learning rate follows train.steps; to train on: --workdir=NEW --config.train.init_from={where}"
+        more_steps = f"--config={where / 'config.json'} --workdir=NEW --config.train.init_from={where}"
+        hint = f"the learning rate follows train.steps; to train on: {more_steps}"
     raise UserError(
         f"{where} holds a run with another config: {differ}{more}",
         allowed="the config of that run (its config.json after --config=), or another --workdir",
