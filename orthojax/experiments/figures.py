@@ -160,8 +160,13 @@ def bars(
     return figure
 
 
-def numbers(panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]]) -> Figure:
-    """Draws a bar for the mean of each number with its text below, and its seeds: title -> name -> (values, text)."""
+def numbers(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]], references: Mapping[str, float] | None = None
+) -> Figure:
+    """Draws a bar for the mean of each number with its text below, and its seeds: title -> name -> (values, text).
+
+    `references` are title -> the level of chance, a dashed line.
+    """
     plt = _pyplot()
     with plt.rc_context({**_STYLE, "axes.spines.left": False, "axes.grid": False}):
         figure, grid = plt.subplots(1, len(panels), figsize=(2.6 * len(panels) + 0.4, 2.8), squeeze=False)
@@ -169,6 +174,8 @@ def numbers(panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]]) -> 
             for at, ((values, _), color) in enumerate(zip(of.values(), cycle(COLORS), strict=False)):
                 axes.bar(at, np.mean(values), 0.6, color=color)
                 axes.plot([at] * len(values), values, ".", color="#333333", markersize=4)
+            if (level := (references or {}).get(title)) is not None:
+                axes.axhline(level, color="#777777", linestyle="--", linewidth=1.1)
             words = [f"{textwrap.fill(name.replace('_', ' '), 14)}\n{text}" for name, (_, text) in of.items()]
             axes.set_xticks(range(len(of)), words, weight="bold")
             axes.set(title=textwrap.fill(title, 26), yticks=[])

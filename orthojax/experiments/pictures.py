@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from orthojax.analysis.catalogue import label
+from orthojax.analysis.catalogue import chance, conditions, label
 from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, numbers, scatter
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
@@ -66,7 +66,7 @@ class ByLayer:
         def curve(result: Result, metric: str) -> Curve:
             y = result.layers(metric)
             L = y.shape[1]
-            return [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(1, L + 1)), y
+            return [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(L)), y
 
         x_label = "layer, from 0 (first) to 1 (last)" if self.normalized else "layer"
         return _curves(self, f"{self.metrics.split()[0]}_by_layer", "by layer", results, curve, x_label, "linear")
@@ -154,16 +154,21 @@ def _curves(
 def headlines(results: Results) -> list[Picture]:
     """Draws the numbers on top of the page as they stand there, the means over seeds."""
     panels: dict[str, dict[str, tuple[list[float], str]]] = {}
+    levels: dict[str, float] = {}
     for metric, *names in results.study.headlines:
         of = as_quantity(metric)
         with contextlib.suppress(Missing):
             found = {name: (results[name].values(of), of.text(results[name][of])) for name in names}
             panels.setdefault(of.label, {}).update(found)
+            config = results[names[-1]].config
+            level = chance(of.name, conditions(config)) if config and of.name != "perplexity" else None
+            levels |= {} if level is None else {of.label: level}
     if not panels:
         return []
     words = "; ".join(panels)
-    caption = f"{words[:1].upper()}{words[1:]}. Bars are means; each point is a seed."
-    return [Picture("headlines", caption, numbers(panels))]
+    lines_are = " Dashed: chance, or the 3 of a Gaussian." if levels else ""
+    caption = f"{words[:1].upper()}{words[1:]}. Bars are means; each point is a seed.{lines_are}"
+    return [Picture("headlines", caption, numbers(panels, levels))]
 
 
 LOSS = ByStep("validation_loss_nats", name="training_curves")

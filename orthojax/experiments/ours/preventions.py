@@ -257,6 +257,44 @@ PARTS = Study(
     ],
 )  # fmt: skip
 
+_SINKS = ("adam", "orthoadam", "muon", "muon_orthoadam")
+
+
+def _rounded_perplexity(name: str) -> Any:
+    return Metric("perplexity_w4a4")[name]
+
+
+SINKS = Study(
+    name="preventions_sinks",
+    title="Learned sinks with four optimizers, in the setting of `preventions`",
+    runs=lambda scale: _runs(
+        {name: (name, {}) for name in _SINKS}
+        | {f"{name}_sinks": (name, {"model.normalizer": "learned_sink"}) for name in _SINKS}
+    ),
+    **_SHARED,
+    note=f"{_ABOUT} Adam with learned sinks lost least at 4 bits in `preventions_parts`, which is where the rows of "
+    "Adam come from; criteria were committed before any run of the other three with sinks.",
+    columns=_COLUMNS,
+    claims=[
+        *(Claim(f"With {name} learned sinks lose at most two thirds of what softmax loses at w4a4.",
+                lost("w4a4")[f"{name}_sinks"] <= lost("w4a4")[name] * 0.667, lost("w4a4")[name] >= 0.1,
+                added="with Adam, of which three seeds were there" if name == "adam" else "") for name in _SINKS),
+        Claim("At w4a4 Muon with learned sinks has a lower perplexity than without, in every seed.",
+              (_rounded_perplexity("muon_sinks") < _rounded_perplexity("muon")).in_every_seed()),
+        Claim("It has the lowest of all eight, or its like with OrthoAdam on the embeddings has.",
+              all_of((_rounded_perplexity("muon_sinks") < _rounded_perplexity(name))
+                     | (_rounded_perplexity("muon_orthoadam_sinks") < _rounded_perplexity(name))
+                     for name in (*_SINKS, "adam_sinks", "orthoadam_sinks"))),
+        cured_outliers("OrthoAdam with learned sinks has no outliers.", "orthoadam_sinks", "adam"),
+        cured_outliers("Muon with learned sinks, OrthoAdam on the embeddings, has none.", "muon_orthoadam_sinks",
+                       "adam"),
+        *(halved(f"The sink: with {name} learned sinks take half of the dominance away, or more.", f"{name}_sinks",
+                 name) for name in _SINKS[1:]),
+        *(no_perplexity_lost(f"Learned sinks cost {name} no perplexity.", f"{name}_sinks", name)
+          for name in _SINKS[1:]),
+    ],
+)  # fmt: skip
+
 _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0), "kv3_float_first": (3, 1)}
 
 

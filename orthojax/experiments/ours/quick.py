@@ -22,7 +22,7 @@ SINK = Metric("sink_attention_rest")
 
 QUICK = Study(
     name="quick",
-    title="The main job: softmax + Adam against softmax-1 + OrthoAdam, and the Backcopy sink",
+    title="Softmax and Adam against softmax-1 and OrthoAdam, and the sink of Bigram-Backcopy",
     runs=lambda scale: {
         "vanilla": MAIN_MODEL,
         "cured": cured(MAIN_MODEL),
@@ -34,7 +34,9 @@ QUICK = Study(
     },
     note="vanilla and cured have the same initial parameters and batches, RMSNorm with one scale and no biases; they "
     "differ in the attention normalizer and the optimizer only. Setting and criteria were chosen on vanilla models of "
-    "other seeds.",
+    "other seeds. Kurtosis is 3 for Gaussian channels and grows as a few of them exceed the others. In Bigram-Backcopy "
+    "most tokens (non-triggers) need nothing from attention: what they give <s>, the first token, is the sink, and a "
+    "small value there is the drain.",
     rounding=False,  # which costs models of this size less than 1%
     models=lambda given: given,
     tables=(
