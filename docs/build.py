@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,8 +59,25 @@ def defined_in(home: str) -> str:
     return "" if (path / name).is_dir() or (path / f"{name}.py").is_file() else home
 
 
+def count_uses() -> Counter[str]:
+    """Counts names in the guides, examples and commands: what users meet most comes first on a page of the API."""
+    texts = [ROOT / "README.md"]
+    for folder, pattern in (
+        ("docs", "*.md"),
+        ("examples", "*.py"),
+        ("notebooks", "*.ipynb"),
+        ("orthojax/commands", "*.py"),
+    ):
+        texts += (ROOT / folder).glob(pattern)
+    words = (
+        word for path in texts for word in re.findall(r"(?<=[a-z]\.)\w+|\w+(?=\()", path.read_text(encoding="utf-8"))
+    )
+    return Counter(words)
+
+
 def write_api() -> None:
-    """Writes a page for each package: its docstring, then what it exports."""
+    """Writes a page for each package: its docstring, then what it exports, by use."""
+    uses = count_uses()
     folder = PAGES / "docs/api"
     folder.mkdir(parents=True, exist_ok=True)
     for package, title in PACKAGES.items():
@@ -68,7 +86,7 @@ def write_api() -> None:
         homes = {name: home for name, home in homes.items() if ".".join(home.split(".")[:2]) in PACKAGES}
         if package == "orthojax":  # their docstrings are on the pages of their packages
             lines += ["| name | defined in |", "|---|---|"]
-        for name, home in sorted(homes.items(), key=lambda item: item[0].lower()):
+        for name, home in sorted(homes.items(), key=lambda item: (-uses[item[0]], item[0].lower())):
             of = ".".join(home.split(".")[:2])
             if package == "orthojax":
                 lines.append(f"| [`orthojax.{name}`]({of.split('.')[1]}.md#{home}) | `{of}` |")
