@@ -357,7 +357,7 @@ def test_reports_contain_everything(results, tmp_path, capsys):
         "headlines",
         "training_curves",
         "kurtosis_first_by_layer",
-        "attention_map",
+        "attention_by_key",
         "hidden_states",
         "bars",
         "points",

@@ -206,6 +206,29 @@ def scatter(
     return figure
 
 
+def by_key(panels: Mapping[str, np.ndarray]) -> Figure:
+    """Draws a bar for each key: the mean of its weights over the queries that see it; title -> causal weights [T, T].
+
+    The dashed line is what equal weights give.
+    """
+    plt = _pyplot()
+    with plt.rc_context(_STYLE):
+        figure, grid = plt.subplots(len(panels), 1, figsize=(6.2, 1.7 * len(panels) + 0.6), sharex=True, sharey=True,
+                                    squeeze=False)  # fmt: skip
+        for axes, (title, weights), color in zip(grid.flat, panels.items(), cycle(COLORS), strict=False):
+            T = len(weights)
+            visible = np.tril(np.ones((T, T)))
+            queries = visible.sum(0)  # that see a key
+            axes.bar(range(T), (visible * weights).sum(0) / queries, 0.8, color=color)
+            equal = (visible / visible.sum(1, keepdims=True)).sum(0) / queries
+            axes.plot(range(T), equal, color="#777777", linestyle="--", linewidth=1.1, label="equal weights")
+            axes.set(title=title, ylabel="weight")
+            axes.grid(visible=False, axis="x")
+        grid[-1, 0].set_xlabel("key position")
+        _finish(figure, list(grid.flat), len(panels), "linear", "linear")
+    return figure
+
+
 def maps(
     panels: Mapping[str, np.ndarray],
     *,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orthojax.analysis.catalogue import chance, conditions, label
-from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, lines, maps, numbers, scatter
+from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, by_key, lines, numbers, scatter
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
 from orthojax.experiments.tables import Quantities, quantities
@@ -236,7 +236,7 @@ class Points:
 
 @dataclasses.dataclass(frozen=True)
 class Maps:
-    """Attention and hidden states of one held-out sequence, a panel for each variant, of its first finished seed."""
+    """Attention by key and hidden states of one held-out sequence, of the first finished seed of each variant."""
 
     rows: str = ""
 
@@ -245,8 +245,7 @@ class Maps:
         arrays = {result.name: result.arrays("maps") for result in _shown(results, self.rows)}
         if not arrays:
             raise Missing("maps")
-        attention = maps({name: of["attention"][0] for name, of in arrays.items()}, x_label="key position",
-                         y_label="query position", value_label="attention weight", log=True)  # fmt: skip
+        attention = by_key({name: of["attention"][0] for name, of in arrays.items()})
         panels: dict[str, dict[str, Curve]] = {"first token": {}, "other tokens, mean": {}}
         for name, of in arrays.items():
             channels = np.abs(of["hidden"][0])  # [positions, channels]
@@ -255,6 +254,6 @@ class Maps:
         hidden = lines(panels, x_label="channel, sorted", y_label="|hidden state|", x_scale="log", y_scale="log")
         seen = "on one held-out sequence, mean over layers"
         return [
-            Picture("attention_map", f"Attention {seen} and heads.", attention),
+            Picture("attention_by_key", f"Attention to each key {seen}, heads and the queries that see it.", attention),
             Picture("hidden_states", f"|Hidden state| of each channel {seen}, largest first.", hidden),
         ]

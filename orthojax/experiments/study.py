@@ -279,10 +279,10 @@ def as_verdict(judged: Judged) -> Verdict:
         why, first = claim.revised
         remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
     of = judged.cases
-    alone = judged.verdict == "not testable" and len(of) == 1 and of[0].lacks
-    brief = (
-        alone or of[0].brief if len(of) == 1 else f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
-    )
+    brief = f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
+    if len(of) == 1:  # of an untestable one what it lacks, without the metric's name
+        lacks = of[0].lacks if judged.verdict == "not testable" else ""
+        brief = lacks.partition(": ")[2] or lacks or of[0].brief
     return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
 
 
