@@ -28,7 +28,7 @@ PACKAGES = {
     "orthojax.data": "Data",
     "orthojax.train": "Training",
     "orthojax.config": "Configs",
-    "orthojax.pretrained": "Models that others trained",
+    "orthojax.pretrained": "Pretrained models",
 }
 
 

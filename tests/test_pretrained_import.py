@@ -1,4 +1,4 @@
-"""Folders of models that others trained: read back bit for bit, and refused by name if damaged."""
+"""Folders of pretrained models: read back bit for bit, and refused by name if damaged."""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,6 @@
 """Measures any model as both papers do: orthojax analyze --model=smollm2.
 
---model takes what others trained (a folder of config.json and safetensors, a .gguf file, a name in the local Hugging
+--model takes a pretrained model (a folder of config.json and safetensors, a .gguf file, a name in the local Hugging
 Face cache, smollm2) and runs of orthojax train; several, with or without names, are compared:
 --model=base=PATH,tuned=PATH. --checkpoints measures every checkpoint that a run kept, as a series over its steps.
 Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head. Two

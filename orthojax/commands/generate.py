@@ -29,7 +29,7 @@ _TOKENS = 100
 def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_compile_cache()
-    flags.DEFINE_string("model", None, "The model: a run, a checkpoint, a model that others trained, or smollm2.")
+    flags.DEFINE_string("model", None, "The model: a run, a checkpoint, a pretrained model, or smollm2.")
     flags.DEFINE_string("prompt", None, "Text to continue.")
     flags.DEFINE_string("prompt_file", None, "UTF-8 file with text to continue.")
     flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")

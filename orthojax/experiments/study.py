@@ -27,7 +27,7 @@ class Given(NamedTuple):
 
     Attributes:
       config: Of its run, with the data and the evaluation rows that it is measured on.
-      checkpoint: The step folder, or a model that others trained.
+      checkpoint: The step folder, or a pretrained model.
       other_data: Whether these rows are those of another run, whose token ids have to mean the same.
     """
 

@@ -1,4 +1,4 @@
-"""Models that others trained: folders of config.json and safetensors, and GGUF files, read and, the former, written.
+"""Pretrained models: folders of config.json and safetensors, and GGUF files, read and, the former, written.
 
 A family is a table of rows for its config and its tensors (`families`), read both ways.
 """

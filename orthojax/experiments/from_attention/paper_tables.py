@@ -15,7 +15,7 @@ def _table(metrics: str, rows: Mapping[str, Sequence[float]]) -> Table:
 _INT8 = "perplexity_int8_coarse perplexity_int8_moderate perplexity_int8_fine"
 _INT4 = "perplexity_int4_zeropoint"
 
-# Models that others trained, and two cured ones, whose numbers are those of Table 3 with a digit less. Of the last the
+# Pretrained models, and two cured ones, whose numbers are those of Table 3 with a digit less. Of the last the
 # difference is 0.3 here and in the abstract, 0.2 in Table 3: from rounded and from unrounded columns.
 TABLE_1 = _table(
     f"perplexity {_INT4}",

@@ -114,7 +114,7 @@ TABLE1 = Study(
                     paper.TABLE_1)],
     claims=[
         Claim("Weights of 4 bits, zeropoint, one scale for each output channel, break other models. The paper: 23 to "
-              "205,000 times the perplexity for models that others trained, 2.1 to 7,200 times for its own GPT2, and "
+              "205,000 times the perplexity for pretrained models, 2.1 to 7,200 times for its own GPT2, and "
               "+24% for its Llama2, which it calls usable and which is not judged here.",
               _OF_MEANS >= 1, _MOST_LOST > 0.01, cases=lambda of: not _is_cured(of) and of.name != _USABLE),
         Claim("They do not break models trained with softmax-1 and OrthoAdam.",
