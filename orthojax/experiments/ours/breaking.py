@@ -261,7 +261,9 @@ WHAT_BREAKS = Study(
         Claim("The peak orders the loss at int8 coarse.",
               _spearman("peak", "probe_lost_int8_coarse", "peak and loss at int8 coarse", 0.8)),
     ],
-    pictures=[ByStep("peak probe_lost_int8_coarse", x_scale="log", name="peak"),
+    pictures=[ByStep("peak", x_scale="log", y_scale="log", name="peak",
+                     references={"SmolLM2-135M, 2e12 tokens": 54.7}),  # results/atlas/smollm2.json
+              ByStep("probe_lost_int8_coarse", x_scale="log", name="lost"),
               Points("clock", "Peak, and the drift over a random walk that predicts it.", "drift_over_walk", "peak"),
               Points("peak_and_loss", "Peak and perplexity lost at int8 coarse.", "peak", "probe_lost_int8_coarse")],
 )  # fmt: skip
