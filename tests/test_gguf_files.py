@@ -321,6 +321,9 @@ def test_a_damaged_gguf_file_is_named(damage, gguf_file, tmp_path):
         ("blk.9.attn_output.weight", {"blk.9.attn_output.weight": np.ones(2, np.float32)}, {}),
         ("llama.attention.layer_norm_rms_epsilon", {}, {"norm_eps": None}),
         ("olmo2.attention.sliding_window", {}, {"architecture": "olmo2", "olmo2__attention__sliding_window": 3}),
+        ("factor", {}, {"llama__rope__scaling__type": "yarn"}),
+        ("differs between layers", {}, {"llama__attention__head_count_kv": [2, 4]}),
+        ("did you mean 'gemma2'", {}, {"architecture": "gemma22"}),
         ("blk.1.ffn_norm.weight", {"blk.1.ffn_norm.weight": None}, {}),  # which is missing
     ],
 )

@@ -14,10 +14,10 @@ import numpy as np
 
 from orthojax.config import ModelConfig, require
 from orthojax.data.published import Gguf, open_gguf
-from orthojax.errors import UserError
+from orthojax.errors import UserError, nearest
 from orthojax.ops import llama3_frequencies, rotary_frequencies
 from orthojax.pretrained.configs import read_config
-from orthojax.pretrained.families import FAMILIES, SAME, Family, Only, Transform, Weight, foreign_names, unpair
+from orthojax.pretrained.families import FAMILIES, SAME, Family, Only, Transform, Weight, foreign_names, integer, unpair
 from orthojax.pretrained.folders import Rows, read_params
 
 
@@ -165,7 +165,9 @@ def _dequantized(tensor: Any, where: str) -> np.ndarray:
 
 def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
     name = file.metadata.get("general.architecture")
-    require(name in _ARCHITECTURES, f"{path} has the architecture {name!r}", " | ".join(_ARCHITECTURES))
+    if name not in _ARCHITECTURES:
+        hint = f"{nearest(str(name), _ARCHITECTURES)} orthojax.analysis.summarize takes arrays of any model".strip()
+        raise UserError(f"{path} has the architecture {name!r}", allowed=" | ".join(_ARCHITECTURES), hint=hint)
     architecture, where = _ARCHITECTURES[str(name)], str(path)
     own = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     for key in _REQUIRED:
@@ -177,29 +179,33 @@ def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
     family = FAMILIES[architecture.family]
     if name == "llama":
         family = FAMILIES["mixtral" if own.get("expert_count") else "mistral" if window else "llama"]
-    given = _given(own, file, family, where) | dict(architecture.given)
-    if "query_pre_attn_scalar" in family.fields:
-        is_wide = given["num_hidden_layers"] == architecture.wide_layers
-        width = given["hidden_size"] // given["num_attention_heads"] if is_wide else given["head_dim"]
-        given["query_pre_attn_scalar"] = width
     try:
+        given = _given(own, file, family) | dict(architecture.given)
+        if "query_pre_attn_scalar" in family.fields:
+            is_wide = given["num_hidden_layers"] == architecture.wide_layers
+            width = given["hidden_size"] // given["num_attention_heads"] if is_wide else given["head_dim"]
+            given["query_pre_attn_scalar"] = width
         return read_config(family, given), family
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{where} has metadata that are not understood: {error}") from None
 
 
-def _given(own: Mapping[str, Any], file: Gguf, family: Family, where: str) -> dict[str, Any]:
+def _given(own: Mapping[str, Any], file: Gguf, family: Family) -> dict[str, Any]:
     """Returns the config.json of a family that says what the metadata `own` of an architecture say."""
     given = {there: _plain(own[here]) for here, there in _FIELDS.items() if own.get(here) or here in _REQUIRED}
     for part in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if isinstance(sizes := given.get(part), list):
-            require(len(set(sizes)) == 1, f"{where}: {part} differs between layers", "one size")
+            require(len(set(sizes)) == 1, f"{part} differs between layers", "one size")
             given[part] = sizes[0]
-    heads = max(given["num_attention_heads"], 1)
-    given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
+    sizes = {name: integer(given, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
+    require(0 < sizes["num_hidden_layers"] <= 2**12, f"a model of {sizes['num_hidden_layers']} layers", "1 to 4096")
+    heads = max(sizes["num_attention_heads"], 1)
+    given = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads} | given | sizes
     width = own.get("attention.value_length", given["head_dim"])
-    require(width == given["head_dim"], f"{where}: keys and values of different widths", "equal ones")
-    require("token_embd.weight" in file.tensors, f"{where} has no tensor token_embd.weight")
+    require(width == given["head_dim"], "keys and values of different widths", "equal ones")
+    require("token_embd.weight" in file.tensors, "there is no tensor token_embd.weight")
     given["vocab_size"] = _shape(file.tensors["token_embd.weight"])[0]
     given["tie_word_embeddings"] = "output.weight" not in file.tensors
     names = {*family.fields, *(family.more.names if family.more else ())}
@@ -209,7 +215,7 @@ def _given(own: Mapping[str, Any], file: Gguf, family: Family, where: str) -> di
             given["intermediate_size"] = given.pop("moe_intermediate_size", given["intermediate_size"])
     if "attention_bias" in names and not isinstance(family.fields.get("attention_bias"), Only):
         given["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    return given | _windows(own, given, family) | _rope(own, file, given, family, where)
+    return given | _windows(own, given, family) | _rope(own, file, given, family)
 
 
 def _windows(own: Mapping[str, Any], given: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -230,23 +236,23 @@ def _plain(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns `rope_parameters`, and what stands beside them."""
     rope: dict[str, Any] = {"rope_type": own.get("rope.scaling.type", "none"),
                             "rope_theta": float(_plain(own.get("rope.freq_base", 10_000.0)))}  # fmt: skip
     width, turned = given["head_dim"], own.get("rope.dimension_count", given["head_dim"])
     fits = turned == width or family.rotary_fraction is not None
-    require(fits, f"{where}: rope.dimension_count={turned}", f"{width}")
+    require(fits, f"rope.dimension_count={turned}", f"{width}")
     if turned != width:
         rope["partial_rotary_factor"] = turned / width
     divisors = {
-        name: _dequantized(file.tensors[there], where)
+        name: _dequantized(file.tensors[there], "rotary positions")
         for name, there in zip(("llama3", "long", "short"), _OF_ROPE, strict=True)
         if there in file.tensors
     }
     length = own.get("rope.scaling.original_context_length")
     if "llama3" in divisors:
-        rope |= _llama3(divisors["llama3"], width, rope["rope_theta"], where)
+        rope |= _llama3(divisors["llama3"], width, rope["rope_theta"])
     elif {"long", "short"} <= divisors.keys():
         factors = {f"{name}_factor": [_plain(float(x)) for x in divisors[name].ravel()] for name in ("long", "short")}
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": length} | factors
@@ -263,7 +269,7 @@ def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: 
     return {"rope_parameters": rope} | ({"original_max_position_embeddings": length} if length else {})
 
 
-def _llama3(divisors: np.ndarray, width: int, theta: float, where: str) -> dict[str, Any]:
+def _llama3(divisors: np.ndarray, width: int, theta: float) -> dict[str, Any]:
     """Recognises the scaling of Llama 3.1, of which the file has only the divisor of every frequency."""
     plain = rotary_frequencies(width, theta)
     for factor in _LLAMA3_FACTORS:
@@ -271,4 +277,4 @@ def _llama3(divisors: np.ndarray, width: int, theta: float, where: str) -> dict[
         if scaled.shape == divisors.shape and bool(jnp.allclose(scaled, divisors, rtol=1e-3)):
             return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                     "original_max_position_embeddings": _LLAMA3_LENGTH}  # fmt: skip
-    raise UserError(f"{where}: rope_freqs.weight is not that of Llama 3.1 or 3.2")
+    raise UserError("rope_freqs.weight is not that of Llama 3.1 or 3.2")
