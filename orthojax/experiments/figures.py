@@ -68,7 +68,7 @@ def lines(
     looks: Mapping[str, Look] | None = None,
     ends: Callable[[float], str] | None = None,
 ) -> Figure:
-    """Draws curves with a band from the smallest to the largest seed, in panels on one scale.
+    """Draws curves with a band from the smallest to the largest seed, in panels on one scale, up to three in a column.
 
     `panels` is title -> label -> (x [n], y [seeds, n]), `references` words -> y of horizontal lines, and `looks` label
     -> (colour, dash); by order if None. `ends` writes the last mean of a curve beside it, in panels of up to four.
@@ -77,11 +77,11 @@ def lines(
     pairs = ((color, dash) for dash in cycle(DASHES) for color in COLORS)
     looks = looks or dict(zip(labels, pairs, strict=False))
     whole = x_scale == "linear" and all(isinstance(of, int) for c in panels.values() for x, _ in c.values() for of in x)
-    across = min(len(panels), 3)
+    across = 1 if len(panels) <= 3 else 3  # a column can be read on a telephone
     down = -(-len(panels) // across)
     plt = _pyplot()
     with plt.rc_context(_STYLE):
-        size = (3.7 * across + 1.4, 3.1 * down + 0.5)
+        size = (3.7 * across + 1.4, (3.1 if across > 1 or down == 1 else 2.0) * down + 0.5)
         figure, grid = plt.subplots(down, across, figsize=size, sharey=True, squeeze=False)
         for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
             for name, (x, y) in curves.items():
@@ -94,7 +94,8 @@ def lines(
                 if len(y) > 1:
                     axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             _refer(axes, references)
-            axes.set(title=title, xlabel=x_label, xscale=x_scale, yscale=y_scale)
+            axes.set(title=title, xscale=x_scale, yscale=y_scale)
+            axes.set_xlabel(x_label if across > 1 or axes is grid[-1, 0] else "")
             if whole:
                 axes.xaxis.set_major_locator(_whole_numbers())
         grid[0, 0].set_ylabel(textwrap.fill(y_label, 34))
@@ -163,23 +164,27 @@ def bars(
 def numbers(
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]], references: Mapping[str, float] | None = None
 ) -> Figure:
-    """Draws a bar for the mean of each number with its text below, and its seeds: title -> name -> (values, text).
+    """Draws a bar for the mean of each number beside its text, and its seeds: title -> name -> (values, text).
 
     `references` are title -> the level of chance, a dashed line.
     """
     plt = _pyplot()
-    with plt.rc_context({**_STYLE, "axes.spines.left": False, "axes.grid": False}):
-        figure, grid = plt.subplots(1, len(panels), figsize=(2.6 * len(panels) + 0.4, 2.8), squeeze=False)
+    counts = [len(of) for of in panels.values()]
+    with plt.rc_context({**_STYLE, "axes.spines.bottom": False, "axes.grid": False}):
+        size = (5.1, 0.36 * sum(counts) + 0.4 * len(panels))
+        figure, grid = plt.subplots(len(panels), 1, figsize=size, squeeze=False, height_ratios=counts)
         for axes, (title, of) in zip(grid.flat, panels.items(), strict=True):
             for at, ((values, _), color) in enumerate(zip(of.values(), cycle(COLORS), strict=False)):
-                axes.bar(at, np.mean(values), 0.6, color=color)
-                axes.plot([at] * len(values), values, ".", color="#333333", markersize=4)
+                axes.barh(at, np.mean(values), 0.7, color=color)
+                axes.plot(values, [at] * len(values), ".", color="#333333", markersize=4)
             if (level := (references or {}).get(title)) is not None:
-                axes.axhline(level, color="#777777", linestyle="--", linewidth=1.1)
-            words = [f"{textwrap.fill(name.replace('_', ' '), 14)}\n{text}" for name, (_, text) in of.items()]
-            axes.set_xticks(range(len(of)), words, weight="bold")
-            axes.set(title=textwrap.fill(title, 26), yticks=[])
-            axes.margins(x=0.2)
+                axes.axvline(level, color="#777777", linestyle="--", linewidth=1.1)
+            words = [f"{name.replace('_', ' ')}  {text}" for name, (_, text) in of.items()]
+            axes.set_yticks(range(len(of)), words, weight="bold")
+            axes.set(xticks=[])
+            axes.set_title(title, loc="left")
+            axes.invert_yaxis()
+            axes.tick_params(length=0)
     return figure
 
 
