@@ -380,8 +380,8 @@ def test_a_report_without_runs_leaves_their_pictures_out(results, study):
     assert report.pictures[0].caption == "Perplexity. Bars are means; each point is a seed."
     assert [of.name for of in report.pictures] == ["headlines", "kurtosis_first_by_layer", "bars", "points"]
     ((_, numbers, _),) = report.headlines
-    words = [tick.get_text() for tick in report.pictures[0].figure.axes[0].get_xticklabels()]
-    assert words == [f"{name}\n{text}" for name, text in zip(("vanilla", "cured"), numbers.split(" → "), strict=True)]
+    words = [tick.get_text() for tick in report.pictures[0].figure.axes[0].get_yticklabels()]
+    assert words == [f"{name}  {text}" for name, text in zip(("vanilla", "cured"), numbers.split(" → "), strict=True)]
     assert report.verdicts == make_report(results).verdicts
 
 
