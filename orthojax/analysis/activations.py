@@ -1,9 +1,9 @@
 """Outliers of hidden states, and value-state drains. Legend: B batch, N query heads, T or S positions, D d_model.
 
 Hidden states are block outputs after the second residual add, one array [B, T, D] for each layer; embeddings and the
-final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2), or those of
-them at which `where` [B, T] is True. Every function takes one layer, averages over sequences and returns a scalar, at
-least float32. Arrays of another shape are a ValueError.
+final norm's output are not among them. `first` is position 0, `rest` are the positions >= 1 (so T >= 2), or only
+those at which `where` [B, T] is True. Every function takes one layer, averages over sequences and returns a scalar, at
+least float32. Arrays of another shape raise ValueError.
 """
 
 import math
@@ -31,7 +31,7 @@ def _mean_of_rest(x: jax.Array, where: ArrayLike | None) -> jax.Array:
 
 
 def _only(x: jax.Array, where: ArrayLike | None) -> jax.Array:
-    """Sets positions [B, T] that do not count to 0, which is no largest magnitude."""
+    """Sets positions [B, T] that do not count to 0, which is never a largest magnitude."""
     return x if where is None else jnp.where(jnp.asarray(where), x, 0.0)
 
 
@@ -93,7 +93,7 @@ def norm_ratio_rest(hidden: ArrayLike, where: ArrayLike | None = None) -> jax.Ar
 
 
 def special_sums(hidden: ArrayLike, special: ArrayLike) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Sums over the positions >= 1 that `special` marks, bool [B, T], each with how many there are.
+    """Sums over the positions >= 1 that `special` marks, bool [B, T], each with their number.
 
     Returns:
       `kurtosis_special` and `max_abs_special`, the kurtosis over channels and the largest |x| of a position.
@@ -107,11 +107,11 @@ def special_sums(hidden: ArrayLike, special: ArrayLike) -> dict[str, tuple[jax.A
 def osp_kurtosis(hidden: ArrayLike) -> jax.Array:
     """Excess kurtosis of Outlier-Safe Pre-Training, mean over tokens: E[max(0, mean(x^4) / std(x)^4 - 3)].
 
-    Definition: over channels, with the mean taken off for the standard deviation (of D - 1 degrees of freedom) but not
+    Definition: over channels, with the mean subtracted for the standard deviation (D - 1 degrees of freedom) but not
     for the fourth moment, as the evaluation of Outlier-Safe Pre-Training (arXiv 2506.19697) computes it. So an offset
-    counts: Gaussian channels of deviation 1 get near 0 with mean 0, and 40 with mean 2. Their number is the mean of
-    the embeddings' and of the outputs of all blocks, as `observe_predictors` takes it. Definition here: a constant
-    vector gets 0, as of `kurtosis`.
+    counts: Gaussian channels of deviation 1 get near 0 with mean 0, and 40 with mean 2. The paper's number is the mean
+    over the embeddings and the outputs of all blocks, as in `observe_predictors`. Definition here: a constant vector
+    gets 0, as in `kurtosis`.
 
     >>> import jax.numpy as jnp
     >>> round(float(osp_kurtosis(jnp.array([[[7.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]))), 4)  # D - 3
@@ -128,9 +128,9 @@ def osp_kurtosis(hidden: ArrayLike) -> jax.Array:
 def max_over_median(hidden: ArrayLike) -> jax.Array:
     """max|x| / median|x| over channels and positions, mean over sequences.
 
-    The max-to-median ratio (MMR) of arXiv 2509.23500, of the input of a layer. Definition here: over the channels and
-    positions of a sequence, mean over sequences, then over layers (the paper's summaries disagree on mean or median
-    over layers). Infinite where more than half of the values are 0.
+    This is the max-to-median ratio (MMR) of arXiv 2509.23500, for the input of a layer. Definition here: over the
+    channels and positions of a sequence, mean over sequences, then over layers (the paper's summaries disagree on mean
+    or median over layers). Infinite if more than half of the values are 0.
     """
     x = jnp.abs(at_least_float32(hidden_states(hidden)))
     return jnp.mean(jnp.max(x, axis=(1, 2)) / jnp.median(x, axis=(1, 2)))
@@ -146,7 +146,7 @@ def gaussian_norm_ratio(width: int) -> float:
 
 
 def gaussian_max_over_median(count: int) -> float:
-    """Returns `max_over_median` of `count` independent Gaussian values: the median of their largest, over theirs.
+    """Returns `max_over_median` of `count` independent Gaussian values: the median of their largest, over their median.
 
     >>> round(gaussian_max_over_median(64 * 64), 2)
     5.58
@@ -171,7 +171,7 @@ def residual_norm_rest(hidden: ArrayLike, first: int = 1, where: ArrayLike | Non
 
 
 def value_norm_first(value_norms: ArrayLike, first: int = 1, *, by_head: bool = False) -> jax.Array:
-    """||W_o v||_2 of the token at position 0, mean over heads and sequences: low where a value state is drained.
+    """||W_o v||_2 of the token at position 0, mean over heads and sequences: low if a value state is drained.
 
     Definition: the norm after the output projection, ||W_o^h v_j||_2 with the rows of W_o that belong to query head h
     of the same layer, because that is what reaches the residual stream (Active-Dormant Attention Heads, arXiv
@@ -180,7 +180,7 @@ def value_norm_first(value_norms: ArrayLike, first: int = 1, *, by_head: bool = 
     Args:
       value_norms: ||W_o^h v_j||_2 of one layer, [B, N, S].
       first: The number of first positions that the mean is over, if there are several BOS tokens.
-      by_head: Give the value of every head, [N].
+      by_head: Return the value of every head, [N].
     """
     norms = at_least_float32(norms_of_values(value_norms, at_least=first))
     return jnp.mean(norms[..., :first], axis=(0, 2) if by_head else None)

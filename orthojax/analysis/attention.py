@@ -1,8 +1,8 @@
 """Attention to the first key, and the unused weight, the entropy and the activity of heads.
 
 Weights are the factors of the values in one layer, [B, N, T, S], zero on masked keys: B batch, N query heads, T query
-positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to nothing. Names that
-end in `_by_head`, and null mass, entropy and activity, keep the axis N.
+positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may hold less, down to nothing. Functions
+whose names end in `_by_head`, and null mass, entropy and activity, keep the axis N.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from orthojax.analysis.inputs import attention_weights, hidden_states, value_norms
 from orthojax.ops.statistics import at_least_float32, norm
 
-# Bins of activity: 20 in each power of ten, the first and the last also of what lies beyond.
+# Bins of activity: 20 in each power of ten; the first and the last also hold what lies beyond.
 _LOWEST, _HIGHEST, _BINS = -5.0, 3.0, 160
 DORMANT = 0.1  # of a head's largest activity
 SINK = 0.3  # mean weight on key 0 above which a head counts as a sink
@@ -22,12 +22,12 @@ SINK = 0.3  # mean weight on key 0 above which a head counts as a sink
 def first_attention_fraction(weights: ArrayLike) -> jax.Array:
     """Share of (query, head) pairs that attend most to key 0.
 
-    Definition: share of (query, head) pairs, all queries (query 0 adds 1/T), whose largest weight is key 0; counts only
-    where that weight is > 0 and strictly the largest (an all-zero ReLU row and ties do not count). The '%First Attn' of
-    From Attention to Activation (arXiv 2410.17174, Table 2).
+    Definition: share of (query, head) pairs, all queries (query 0 adds 1/T), whose largest weight is on key 0; a pair
+    counts only if that weight is > 0 and strictly the largest (an all-zero ReLU row and ties do not count). It is the
+    '%First Attn' of From Attention to Activation (arXiv 2410.17174, Table 2).
 
-    Read it beside `first_attention_mass`: a head that averages over the keys, or under softmax-1 attends to nearly none
-    of them, has a largest weight as well, so that a slight preference for key 0 counts as much as a sink.
+    Read it with `first_attention_mass`: a head that averages over the keys, or with softmax-1 attends to almost none of
+    them, also has a largest weight, so a slight preference for key 0 counts as much as a sink.
 
     Returns a scalar in [0, 1], float32.
 
@@ -47,7 +47,7 @@ def first_attention_mass_by_head(weights: ArrayLike) -> jax.Array:
 
 
 def first_attention_mass(weights: ArrayLike) -> jax.Array:
-    """Mean weight on key 0 over the pairs of `first_attention_fraction`, query 0 among them: at least float32."""
+    """Mean weight on key 0 over the pairs of `first_attention_fraction`, including query 0: at least float32."""
     return jnp.mean(first_attention_mass_by_head(weights))
 
 
@@ -58,7 +58,7 @@ def sink_rate(mass_by_head: ArrayLike, threshold: float = SINK) -> jax.Array:
 
     Args:
       mass_by_head: `first_attention_mass_by_head` of one or more layers, [..., N], each over the whole evaluation set.
-      threshold: Must be exceeded, equality does not count.
+      threshold: Must be exceeded; equality does not count.
 
     >>> float(sink_rate(jnp.array([[0.9, 0.1], [0.3, 0.31]])))
     0.5
@@ -71,13 +71,13 @@ def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool =
 
     Definition: share of (sequence, layer, head) with alpha_k > 0.3, where alpha_k = 1 / (T - k) sum_{i >= k} A_ik is
     the mean weight on key k (from 0) over the T - k queries that see it (When Attention Sink Emerges in Language
-    Models, arXiv 2410.10781). `sink_rate` takes the mean over all sequences first. Definition here: `any_key` takes
-    the largest alpha_k over all keys, of which the last are means over few queries: the very last is one weight. The
-    weights must be causal ones: with another mask, more queries see key k.
+    Models, arXiv 2410.10781). `sink_rate` takes the mean over all sequences first. Definition here: `any_key` takes the
+    largest alpha_k over all keys, the last of which are means over few queries: the very last is one weight. The
+    weights must be causal: with another mask, more queries see key k.
 
     Args:
-      weights: Of one layer, [B, N, T, T].
-      threshold: Must be exceeded, equality does not count.
+      weights: Weights of one layer, [B, N, T, T].
+      threshold: Must be exceeded; equality does not count.
       any_key: Whether key 0 or any key must exceed it.
 
     Returns:
@@ -102,9 +102,9 @@ def chance_of_first(
     """Returns the mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
 
     Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t, softmax-1 1/(t + 1) and softmax_n
-    1/(t + n). The first of these is also the share of queries whose largest weight is key 0 if each prefers one of
-    its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T. Without a causal mask every
-    query sees all T keys.
+    1/(t + n). The value for softmax is also the share of queries whose largest weight is on key 0 if each prefers one
+    of its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T. Without a causal mask
+    every query sees all T keys.
 
     >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
     (0.75, 0.4167)
@@ -121,7 +121,7 @@ def chance_of_first(
 def null_mass_by_head(weights: ArrayLike) -> jax.Array:
     """1 - sum of the weights of a row, mean over queries and sequences: [N].
 
-    0 for softmax; what softmax-1 leaves to none of the keys; negative where weights sum to more than 1, as ReLU's may.
+    It is 0 for softmax, the weight on no key for softmax-1, and negative if weights sum to more than 1, as ReLU's may.
     """
     return 1.0 - jnp.mean(jnp.sum(at_least_float32(attention_weights(weights)), axis=-1), axis=(0, 2))
 
@@ -130,7 +130,7 @@ def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
     """Entropy of a row of weights in nats, mean over queries and sequences: [N].
 
     Definition: -sum_j w_j log w_j, with the null mass as one more key; ln(t) for equal weights on t keys. Negative
-    weights, as GELU's, count as 0, and a row that sums to more than 1, as ReLU's may, is divided by its sum first.
+    weights, as with GELU, count as 0, and a row that sums to more than 1, as with ReLU, is divided by its sum first.
     """
     weights = jnp.maximum(at_least_float32(attention_weights(weights)), 0.0)
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)
@@ -142,8 +142,8 @@ def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
 def head_activity(head_norms: ArrayLike, residual_before: ArrayLike) -> jax.Array:
     """Activity of a head at a query, the relative change of the residual stream: ||W_o^h sum_j A_ij v_j|| / ||x_i||.
 
-    A head is active at a query at which this is at least a tenth (`DORMANT`) of its largest activity, and dormant at
-    the others. This puts a number to the words of Active-Dormant Attention Heads (arXiv 2410.13835).
+    A head is active at a query if this is at least a tenth (`DORMANT`) of its largest activity, and dormant otherwise.
+    This quantifies the terms of Active-Dormant Attention Heads (arXiv 2410.13835).
 
     Args:
       head_norms: ||W_o^h sum_j A_ij v_j||, [B, N, T].
@@ -170,9 +170,9 @@ def activity_histogram(activity: ArrayLike, domain: ArrayLike, num_domains: int)
 def active_shares(histogram: ArrayLike) -> np.ndarray:
     """Share of queries at which a head is active, by data domain: [..., domains, N]; nan for an empty domain.
 
-    The bins are 12% wide, and so is what is known of the threshold. The lowest bin, which has the queries at which a
-    head writes nothing, is never active: a head that writes nothing anywhere is active nowhere. The histogram is that
-    of `activity_histogram`, of all batches, or any multiple of it.
+    The bins are 12% wide, which is the resolution of the threshold. The lowest bin, with the queries at which a head
+    writes nothing, is never active: a head that writes nothing anywhere is active nowhere. The histogram comes from
+    `activity_histogram`, summed over all batches, or is any multiple of it.
     """
     histogram = np.asarray(histogram, float)
     seen = histogram.sum(axis=-3) > 0  # [..., bins, N]

@@ -2,8 +2,9 @@
 
 Active-Dormant Attention Heads, arXiv 2410.13835. At a trigger the next token is a copy of the previous one, elsewhere
 it is drawn from the bigram law of the current token. Legend: B batch, N query heads, T query positions, S key
-positions, V vocabulary. Every function takes arrays of one layer or of the output and gives a scalar, at least float32.
-Means over selected positions come as (sum, count) too, so that batches with different numbers of triggers add up.
+positions, V vocabulary. Every function takes arrays of one layer or of the output and returns a scalar, at least
+float32. Means over selected positions are also available as (sum, count), so that batches with different numbers of
+triggers add up.
 """
 
 import jax
@@ -28,7 +29,7 @@ def _mean(sum_and_count: SumAndCount) -> jax.Array:
 def _cross_entropy(oracle_probs: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Computes -sum_v q(v) log p(v) in nats over the last axis, terms with q = 0 dropped."""
     possible = oracle_probs > 0.0
-    # log p may be -inf where q = 0, and 0 * -inf is nan.
+    # log p may be -inf if q = 0, and 0 * -inf is nan.
     return -jnp.sum(oracle_probs * jnp.where(possible, log_probs, 0.0), axis=-1)
 
 
@@ -49,9 +50,10 @@ def risk_sums(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLi
 
 
 def backcopy_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
-    """Risk where the task is to copy: mean over trigger positions of -sum_v q(v) log p(v).
+    """Risk at positions where the task is to copy: mean over trigger positions of -sum_v q(v) log p(v).
 
-    The expected cross-entropy under the oracle q, terms with q = 0 dropped; the oracle's own is 0 where it copies.
+    It is the expected cross-entropy under the oracle q, with terms of q = 0 dropped; the oracle's own is 0 if it
+    copies.
 
     Args:
       log_probs: Log-probabilities of the model in nats, [B, T, V].
@@ -72,11 +74,11 @@ def backcopy_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_
 def bigram_excess_risk_nats(log_probs: ArrayLike, oracle_probs: ArrayLike, is_trigger: ArrayLike) -> jax.Array:
     """Risk above the oracle's where the task is the bigram: mean over non-trigger positions of KL(q || p).
 
-    Definition: the bigram risk over all non-trigger positions, the BOS position included, less the same with the oracle
-    in the model's place. The oracle's row at BOS must be the true law of the first token (triggers excluded), else a
-    perfect model would show a positive excess.
+    Definition: the bigram risk over all non-trigger positions, the BOS position included, minus the oracle's. The
+    oracle's row at BOS must be the true law of the first token (triggers excluded), else a perfect model would show a
+    positive excess.
 
-    Arguments as of `backcopy_risk_nats`. Returns nats, >= 0 up to rounding.
+    Arguments are as for `backcopy_risk_nats`. Returns nats, >= 0 up to rounding.
     """
     return _mean(risk_sums(log_probs, oracle_probs, is_trigger)["bigram_excess_risk_nats"])
 
@@ -103,10 +105,10 @@ def sink_attention_sum(
 
 
 def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
-    """Mean attention to BOS of the queries at which the head should be dormant.
+    """Mean attention to BOS over the queries at which the head should be dormant.
 
     Definition: mean over batch and non-trigger positions of the weight on key 0, the BOS row (1 for softmax) included;
-    mean over heads. One layer; over layers the maximum is reported. Of several BOS tokens the weights are summed.
+    mean over heads. One layer; over layers the maximum is reported. With several BOS tokens their weights are summed.
 
     Args:
       weights: Attention weights, [B, N, T, S].
@@ -119,8 +121,8 @@ def sink_attention(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1
 def sink_attention_rest(weights: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
     """`sink_attention` without the rows of BOS.
 
-    BOS sees only itself. Softmax gives it 1 there, but weights that are not normalised are unbounded in that row, and
-    ReLU attention without any sink can reach 10, enough to move the mean over all rows. Arguments as of
+    BOS sees only itself. Softmax gives it weight 1 there, but unnormalised weights are unbounded in that row, and ReLU
+    attention without any sink can reach 10, enough to move the mean over all rows. Arguments are as for
     `sink_attention`.
     """
     return mean_over_heads(sink_attention_sum(weights, is_trigger, bos_count, own_rows=False))

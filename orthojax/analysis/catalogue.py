@@ -1,6 +1,6 @@
 """The catalogue of metrics: label, unit, definition and level of chance of every name in results, logs and tables.
 
-Names with a suffix or prefix are resolved to the entry that they vary: `kurtosis_first/layer_3`,
+Names with a suffix or prefix are resolved to the entry that they modify: `kurtosis_first/layer_3`,
 `post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`.
 
 An entry describes a metric in one sentence; the function of the same name in `orthojax.analysis` defines it in full,
@@ -28,12 +28,12 @@ class Conditions:
       length: T, tokens of a row.
       d_model: D, channels of a hidden state.
       vocab_size: V, token ids.
-      n: The constant in the denominator of softmax_n, 0 for softmax and 1 for softmax-1; None for normalizers without
-        a sum, as ReLU and sigmoid.
-      windows: Keys that a query sees at most, one number for each layer or for all; None for all before it.
+      n: The constant in the denominator of softmax_n, 0 for softmax and 1 for softmax-1; None for normalizers without a
+        sum, such as ReLU and sigmoid.
+      windows: Maximum number of keys that a query sees, one for each layer or one for all; None for no limit.
       bos_tokens: BOS tokens at the start of a row.
       causal: False if the mask shows several tokens to each other, so that no token is the first.
-      full: The mask shows all tokens to each other.
+      full: True if the mask shows all tokens to each other.
     """
 
     length: int
@@ -73,9 +73,9 @@ class Definition:
       unit: "nats", "bits", "fraction", "tokens/s"; "" for numbers without one.
       definition: One sentence.
       chance: Conditions -> the value if nothing stands out; None without such a level.
-      chance_words: The case that the level of chance is of.
+      chance_words: The case that the level of chance describes.
       group: "loss", "hidden states", "attention", "quantisation" or "training".
-      source: Whose measure it is; "" for one of everybody, or ours.
+      source: Whose measure it is; "" if it is common or ours.
     """
 
     name: str
@@ -120,7 +120,7 @@ _LAW = "for the law of the data"
 def _both(
     name: str, label: str, definition: str, chance: Callable[[Conditions], float] | None = None
 ) -> list[Definition]:
-    """Returns the entries of a metric of the first token and of the others; {} in the definition says which."""
+    """Returns the entries of a metric of the first token and of the others; {} in the definition stands for which."""
     words = _GAUSSIAN if chance else ""
     return [
         Definition(f"{name}_first", f"{label}, first token", "", definition.format("at position 0"), chance, words),
@@ -171,7 +171,7 @@ _PEAKS = [
     Definition("residual_peak_ratio", "residual norm, <s> over others", "",
                "Residual norm of <s> over the others' mean."),
 ]  # fmt: skip
-_PREDICTORS = [  # of a Gaussian the excess kurtosis is nearly normal, with variance 24 / D
+_PREDICTORS = [  # the excess kurtosis of a Gaussian is nearly normal, with variance 24 / D
     Definition("osp_kurtosis", "excess kurtosis of OSP", "",
                "mean(x^4) / std(x)^4 - 3 over channels, at least 0 and not centred, mean over tokens, embeddings and "
                "layers.", lambda c: math.sqrt(12 / (math.pi * c.d_model)), "about, for a wide Gaussian"),
@@ -254,7 +254,7 @@ _PREFIXES = {"post_attention_": "after attention", "rotated_": "in the optimizer
 
 
 def define(name: str) -> Definition | None:
-    """Returns the definition behind a metric's name, layer, prefix and suffix of it included; None for unknown names.
+    """Returns the definition behind a metric's name, including its layer, prefix and suffix; None for unknown names.
 
     >>> define("rotated_kurtosis_first/layer_2").label
     "kurtosis, first token, in the optimizer's basis, layer 2"
@@ -286,7 +286,7 @@ def _quantised(setting: str) -> Definition:
 
 
 def label(name: str) -> str:
-    """Returns the label of a metric for tables, claims and figures; of an unknown one its name without underscores.
+    """Returns the label of a metric for tables, claims and figures; for an unknown one, its name without underscores.
 
     >>> label("kurtosis_first"), label("perplexity_int8_coarse")
     ('kurtosis, first token', 'perplexity, int8 coarse')
@@ -321,8 +321,8 @@ def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) ->
     """Returns in words what a number is compared with: its level of chance, or for quantised models the float one.
 
     Args:
-      name: Of the metric.
-      metrics: Of the same model, by name.
+      name: Name of the metric.
+      metrics: Metrics of the same model, by name.
       given: The model and its rows.
 
     >>> compared_with("kurtosis_rest", {}, Conditions(64, 128, 512))

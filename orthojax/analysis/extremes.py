@@ -1,6 +1,6 @@
 """Where the largest activations and the sinks of a model are: by layer, token and channel, and by head and key.
 
-Legend: L layers, B rows, N heads, T positions, which are queries and keys, D d_model.
+Legend: L layers, B rows, N heads, T positions (queries and keys), D d_model.
 """
 
 from collections import defaultdict
@@ -18,19 +18,19 @@ _MASSIVE, _OVER_MEDIAN = 100.0, 1000.0  # Massive Activations in Large Language 
 
 
 class Extremes(NamedTuple):
-    """The extremes of one layer, or of all with [L, ...] before; `analysis.concatenate` joins those of batches."""
+    """The extremes of one layer, or of all with [L, ...] in front; `analysis.concatenate` joins those of batches."""
 
     magnitude: jax.Array  # [B, T], the largest |x| of a hidden state
-    channel: jax.Array  # [B, T] int32, where it is
+    channel: jax.Array  # [B, T] int32, its channel
     median: jax.Array  # [B], of |x| over positions and channels
-    key_mass: jax.Array  # [B, T], the largest mean weight on a key over the queries that see it, of a head
-    head: jax.Array  # [B, T] int32, whose it is
+    key_mass: jax.Array  # [B, T], the largest mean weight of a head on a key, over the queries that see it
+    head: jax.Array  # [B, T] int32, the head it belongs to
 
 
 def observe_extremes(taps: Taps) -> Extremes:
     """Reduces one layer of a causal model to its largest activations and most attended keys.
 
-    A key's mean weight is that of `gu_sink_rate`: alpha_k = 1 / (T - k) sum_{i >= k} A_ik.
+    A key's mean weight is defined as in `gu_sink_rate`: alpha_k = 1 / (T - k) sum_{i >= k} A_ik.
     """
     x = jnp.abs(at_least_float32(taps.residual))
     weights = at_least_float32(taps.attention_weights)
@@ -58,7 +58,7 @@ class Activation(NamedTuple):
 
 
 class SecondarySink(NamedTuple):
-    """A token besides the first on which heads have more than 0.3 of their attention, over the queries that see it."""
+    """A token other than the first that gets over 0.3 of a head's attention, from the queries that see it."""
 
     mass: float  # the largest mean weight
     layer: int  # of that head
@@ -70,10 +70,10 @@ class SecondarySink(NamedTuple):
 
 
 def largest_activations(extremes: Extremes, tokens: np.ndarray, count: int = 5) -> list[Activation]:
-    """Lists the largest activations of different channels, those of the first token apart.
+    """Lists the largest activations of different channels, separately for the first token.
 
     Args:
-      extremes: Of all layers, [L, B, T].
+      extremes: Extremes of all layers, [L, B, T].
       tokens: int [B, T], what the model read.
       count: How many.
     """
@@ -99,15 +99,15 @@ def largest_activations(extremes: Extremes, tokens: np.ndarray, count: int = 5) 
 def secondary_sinks(
     extremes: Extremes, tokens: np.ndarray, count: int = 5, threshold: float = SINK
 ) -> list[SecondarySink]:
-    """Lists tokens besides the first that draw attention as a sink does, those in most rows first.
+    """Lists tokens other than the first that draw attention as a sink does, those in most rows first.
 
     Keys in the last quarter of a row do not count: few queries see them, and the last only itself.
 
     Args:
-      extremes: Of all layers, [L, B, T].
+      extremes: Extremes of all layers, [L, B, T].
       tokens: int [B, T], what the model read.
       count: How many.
-      threshold: Of the mean weight; equality does not count.
+      threshold: Threshold of the mean weight; equality does not count.
     """
     mass, head = np.asarray(extremes.key_mass), np.asarray(extremes.head)
     seen = mass[:, :, : 3 * mass.shape[2] // 4]

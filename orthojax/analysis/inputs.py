@@ -1,4 +1,4 @@
-"""Checks of ranks and shapes, which every metric makes of its arrays; a wrong one is a ValueError."""
+"""Checks of ranks and shapes, which every metric makes on its arrays; a wrong one raises ValueError."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the residual stream says of the next token: the logit lens, and the contributions of each part to a logit.
+"""What the residual stream says about the next token: the logit lens, and the contributions of each part to a logit.
 
 Legend: L layers, B rows, T positions, N heads, D d_model, V vocabulary.
 """
@@ -19,7 +19,7 @@ from orthojax.ops.statistics import at_least_float32
 def logit_lens(loaded: LoadedModel, states: ArrayLike) -> jax.Array:
     """Computes the logits of residual states as if they were the last: final norm and head of the model.
 
-    Those of the last block give the logits of the model (nostalgebraist, "interpreting GPT: the logit lens", 2020).
+    States of the last block give the logits of the model (nostalgebraist, "interpreting GPT: the logit lens", 2020).
 
     Args:
       loaded: The model.
@@ -29,7 +29,7 @@ def logit_lens(loaded: LoadedModel, states: ArrayLike) -> jax.Array:
       [..., V], at least float32.
 
     Raises:
-      UserError: For a model whose final norm has a gate, or whose head is no plain product.
+      UserError: For a model whose final norm has a gate, or whose head is not a plain product.
     """
     x = at_least_float32(states)
     scale, shift = _final_norm(loaded, x)
@@ -42,27 +42,28 @@ class Attribution(NamedTuple):
 
     embedding: np.ndarray  # [B, T]
     attention: np.ndarray  # [L, B, T]
-    heads: np.ndarray  # [L, N, B, T]; of `attention` all but the bias of its output
+    heads: np.ndarray  # [L, N, B, T]; `attention` without the bias of its output
     mlp: np.ndarray  # [L, B, T]
     bias: np.ndarray  # [B, T], of the final norm
 
 
 def logit_attribution(loaded: LoadedModel, tokens: ArrayLike) -> Attribution:
-    """Splits the logit of each next token into what each head and MLP adds, the final norm's divisor as it is.
+    """Splits the logit of each next token into what each head and MLP adds, with the final norm's divisor held fixed.
 
-    With the final state x = sum_i x_i and its divisor s(x) held, the logit is w . g (x - mean(x)) / s(x), linear in x:
-    part i adds w . g (x_i - mean(x_i)) / s(x), g the norm's scale and w the token's column of the head (direct logit
-    attribution: A Mathematical Framework for Transformer Circuits, 2021).
+    With the final state x = sum_i x_i and its divisor s(x) held fixed, the logit is w . g (x - mean(x)) / s(x), linear
+    in x: part i adds w . g (x_i - mean(x_i)) / s(x), where g is the norm's scale and w the token's column of the head
+    (direct logit attribution: A Mathematical Framework for Transformer Circuits, 2021).
 
     Args:
       loaded: A model whose blocks add to the stream.
-      tokens: int [B, T + 1]; position t is of the logit of token t + 1.
+      tokens: int [B, T + 1]; position t is for the logit of token t + 1.
 
     Returns:
       NumPy arrays, float32.
 
     Raises:
-      UserError: As `logit_lens`; for norms of the stream itself, or gated attention, whose heads do not add up.
+      UserError: As for `logit_lens`; also for norms of the stream itself, or gated attention, whose heads do not add
+        up.
     """
     config, tokens = loaded.config.model, jnp.asarray(tokens)
     plain = config.block in ("pre_norm", "parallel")

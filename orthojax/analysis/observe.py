@@ -2,7 +2,7 @@
 
 `measure` is the one loop that applies a model with an observe function, which reduces one layer's taps to `Statistics`
 inside the layer scan, so that only scalars leave a layer. Statistics are sums and counts: `combine` adds those of two
-batches, `finalize` divides. Whatever the split into batches, the result is that of one batch of all sequences.
+batches, `finalize` divides. However sequences are split into batches, the result is that of one batch of all sequences.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from orthojax.model import Transformer
 
 _MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")  # although each layer's value is a mean
-_OSP_BEFORE = "osp_kurtosis_before"  # of what a layer reads; that of layer 0 are the embeddings
+_OSP_BEFORE = "osp_kurtosis_before"  # of what a layer reads, which for layer 0 are the embeddings
 _BY_CHANNEL = "max_abs_by_channel"  # no mean over heads
 _NO_METRICS = (_BY_CHANNEL, _OSP_BEFORE)
 
@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
 
     Attributes:
       sequences: Number of sequences, int32.
-      total: Metric -> sum of what it is the mean of; may have one more axis (heads), floating.
+      total: Metric -> sum of the terms that it is the mean of; may have one more axis (heads), floating.
       count: Metric -> number of terms in that sum, int32; the same names as `total`.
       maximum: Metric -> largest value so far, floating.
       attends: True for a layer with attention, and if there are no layers.
@@ -64,8 +64,8 @@ def observe_language_model(
       basis: An orthogonal matrix Q [D, D]; also take the statistics of Q x for every hidden state x, `rotated_...`.
       by_head: Keep the axis of heads for `finalize_arrays`, and also take null mass, entropy and `sink_logit_gap` (of
         all queries from the third on), and `max_abs_by_channel` [D], the largest |x| of each channel.
-      special: Positions of separators and other special tokens, bool [B, T]: statistics of hidden states leave them out
-        of `_rest` and name them `_special`.
+      special: Positions of separators and other special tokens, bool [B, T]: statistics of hidden states exclude them
+        from `_rest` and report them as `_special`.
 
     Returns:
       Means over sequences as sums, and maxima over sequences.
@@ -115,10 +115,10 @@ def _heads(taps: Taps) -> dict[str, jax.Array]:
 
 
 def observe_predictors(taps: Taps) -> Statistics:
-    """Reduces one layer to measures by which other authors predict the damage of rounding, under their names.
+    """Reduces one layer to published predictors of the damage of rounding, under their published names.
 
     They are `osp_kurtosis`, `max_over_median` of what the layer reads, `gu_sink_rate` and `gu_sink_rate_any`. The mean
-    over layers of `osp_kurtosis` has the embeddings, which the first layer reads, as one more.
+    over layers of `osp_kurtosis` includes the embeddings, which the first layer reads, as one more layer.
     """
     means = {
         "osp_kurtosis": activations.osp_kurtosis(taps.residual),
@@ -136,12 +136,12 @@ def observe_backcopy(
     """Returns an observe function for Bigram-Backcopy.
 
     It gives sink attention and logits at non-triggers, null mass and entropy of attention, value and residual norms,
-    and the activity of heads; by head but for the residual stream.
+    and the activity of heads; all by head except for the residual stream.
 
     Args:
       is_trigger: The mask of tokens that are triggers, bool [B, T], of the batch that the model will see.
       bos_count: BOS tokens at the start; their attention is summed, and norms of <s> are means over them.
-      tokens: int [B, T] of that batch; with them logits are also compared by token, see `logit_summary`.
+      tokens: int [B, T] of that batch; if given, logits are also compared by token, see `logit_summary`.
       vocab_size: The number of ids of these tokens.
     """
     is_trigger, first = jnp.asarray(is_trigger), max(1, bos_count)
@@ -192,7 +192,7 @@ def _statistics(
 
 
 def combine(a: Statistics, b: Statistics) -> Statistics:
-    """Adds the statistics of two batches, inside or outside of jit."""
+    """Adds the statistics of two batches, inside or outside jit."""
     sequences, total, count = jax.tree.map(jnp.add, a[:3], b[:3])
     return Statistics(sequences, total, count, jax.tree.map(jnp.maximum, a.maximum, b.maximum), a.attends)
 
@@ -201,15 +201,15 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
     """Returns the metrics by name, computed on the host in float64.
 
     A key without `/layer_i` is the mean over layers; metrics of attention are nan in layers without attention, which
-    their means leave out. `sink_attention`, `sink_attention_rest` and keys that end in `_maximum` are maxima over
-    layers. The catalogue defines what is derived here, such as `sink_rate` and `value_drain`.
+    their means skip. `sink_attention`, `sink_attention_rest` and keys that end in `_maximum` are maxima over layers.
+    The catalogue defines what is derived here, such as `sink_rate` and `value_drain`.
 
     Args:
-      statistics: Of all batches, leaves stacked over layers (or without layers).
-      by_head: Also give `name/layer_i/head_j` of what is measured by head, where there are several.
+      statistics: Statistics of all batches, leaves stacked over layers (or without layers).
+      by_head: Also return `name/layer_i/head_j` for everything measured by head, if there are several.
 
     Returns:
-      `name` and, where there are layers, `name/layer_0` ...; `sequences` is the number of sequences behind them.
+      `name` and, if there are layers, `name/layer_0` ...; `sequences` is the number of sequences behind them.
     """
     statistics = jax.tree.map(np.asarray, jax.device_get(statistics))
     attends = np.broadcast_to(np.asarray(statistics.attends, bool), statistics.sequences.shape)
@@ -219,7 +219,7 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
         if name in _NO_METRICS:
             continue
         has = np.ones_like(attends) if _of_hidden_states(name) else attends
-        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, where it has them
+        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, if it has any
         reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
         metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
         if name == "osp_kurtosis":
@@ -239,7 +239,7 @@ def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
 
 
 def _of_hidden_states(name: str) -> bool:
-    """Tells metrics that a layer without attention has too."""
+    """Returns whether a layer without attention also has this metric."""
     found = define(name)
     return found is not None and found.group == "hidden states"
 
@@ -264,7 +264,7 @@ def _means(statistics: Statistics) -> dict[str, np.ndarray]:
 
 
 def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Derives metrics from the means of `observe_backcopy`; takes away those that are no metrics."""
+    """Derives metrics from the means of `observe_backcopy`; removes those that are not metrics."""
     elsewhere, at_triggers = np.moveaxis(attention.active_shares(means.pop("activity")), -2, 0)
     new = {"active_at_triggers": at_triggers, "active_elsewhere": elsewhere}
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -289,19 +289,19 @@ def measure(
 ) -> Any:
     """Applies a model to batches, observes its layers and joins the observations.
 
-    There is one compiled program for each (model, observe, output), shape of a batch and set of interventions, whatever
-    their values: give functions of a module, or keep those that you make, so that a later call finds it. Taps that they
-    do not read are not computed. On a mesh, results are replicated.
+    There is one compiled program for each (model, observe, output), batch shape and set of interventions, whatever
+    their values: pass functions of a module, or keep those that you make, so that a later call finds the program. Taps
+    that they do not read are not computed. On a mesh, results are replicated.
 
     Args:
       loaded: The model; its parameters may lie on a mesh.
-      batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), on the
-        devices already if there is a mesh.
+      batches: At least one; each is tokens int [B, T] (inputs without targets) or a tuple (tokens, *extra), already on
+        the devices if there is a mesh.
       observe: `(taps, *extra)` -> pytree, called in every layer; its leaves come back as [L, ...].
-      interventions: What the model does otherwise, or `(tokens, *extra)` -> that, called for each batch outside of the
+      interventions: Changes to the forward pass, or `(tokens, *extra)` -> changes, called for each batch outside the
         compiled program.
       output: `(logits, *extra)` -> pytree, with logits float32 [B, T, V]. Without it the head is left out.
-      join: Two batches' results -> one; applied to what is observed and to the output separately. `combine` adds
+      join: Two batches' results -> one; applied to the observations and to the output separately. `combine` adds
         `Statistics`, `concatenate` keeps every sequence.
 
     Returns:

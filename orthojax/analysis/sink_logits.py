@@ -1,8 +1,8 @@
 """The attention logits behind a sink: the gap between BOS and other keys, and the spread of its logits.
 
-Active-Dormant Attention Heads, arXiv 2410.13835. Everything is about queries where a head should be dormant: tokens
-that are no triggers, with at least one other key between BOS and themselves. Legend: B batch, N query heads, T query
-positions, S key positions, V vocabulary. Functions take one layer; arrays of other shapes are a ValueError.
+Active-Dormant Attention Heads, arXiv 2410.13835. Everything concerns queries at which a head should be dormant: tokens
+that are not triggers, with at least one other key between BOS and themselves. Legend: B batch, N query heads, T query
+positions, S key positions, V vocabulary. Functions take one layer; arrays of other shapes raise ValueError.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from orthojax.analysis.backcopy import SumAndCount, by_head, mean_over_heads
 from orthojax.analysis.inputs import of_one_layer, triggers
 from orthojax.ops.statistics import at_least_float32
 
-ONLY_SUMS = ("sink_logit_squared", "gap_of_token", "logit_of_token", "logit_of_token_squared")  # no metrics
+ONLY_SUMS = ("sink_logit_squared", "gap_of_token", "logit_of_token", "logit_of_token_squared")  # not metrics
 
 
 def _split(
@@ -44,11 +44,12 @@ def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int 
 
 
 def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
-    """Logit on BOS less the mean of the others, at queries at which the head should be dormant.
+    """Logit on BOS minus the mean of the others, at queries at which the head should be dormant.
 
     Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
     averaged over non-trigger queries, batch and heads. Several BOS tokens count as one key with the sum of their
-    weights: the logarithm of the sum of the exponentials of their logits, and later queries and keys only.
+    weights: its logit is the logarithm of the sum of the exponentials of their logits, and only later queries and keys
+    count.
 
     Args:
       logits: Scaled attention logits, before the mask, [B, N, T, S].
@@ -67,7 +68,7 @@ def logit_sums(
     """Sums the logits of one batch for `logit_summary`, with tokens int [B, T] of V ids; sums of two batches add up.
 
     Returns:
-      By name (sum, number of terms), with a last axis of N heads in the sum; `sink_logit` and `sink_logit_squared` over
+      Name -> (sum, number of terms), with a last axis of N heads in the sum; `sink_logit` and `sink_logit_squared` over
       queries; `gap_of_token` over the queries of each token, [V, N] and [V]; `logit_of_token` and
       `logit_of_token_squared` over the pairs of a query and another key, by the token of the key, [V, N] and [V].
     """
@@ -93,10 +94,10 @@ def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     Returns:
       For each head `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
-      tokens of the query, however often each comes, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
-      line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the
-      logit on BOS over queries; `other_logit_spread`, the mean over all other tokens of the same for logits on keys
-      with that token. The logits on BOS are concentrated where the former is the smaller. nan if nothing was seen.
+      tokens of the query, however often each occurs, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
+      line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the logit on BOS over
+      queries; `other_logit_spread`, the mean over all other tokens of the standard deviation of logits on keys with
+      that token. The logits on BOS are concentrated if `sink_logit_spread` is the smaller. nan if nothing was seen.
       Sums are float32: a spread below a thousandth of the logits' size is not resolved.
     """
     of_token, of_token_squared = (np.asarray(means[f"logit_of_token{end}"], float) for end in ("", "_squared"))

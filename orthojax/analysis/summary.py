@@ -43,22 +43,22 @@ class Summary(NamedTuple):
 
 
 _HIDDEN = tuple(name for name in HIDDEN_STATES if name.endswith(("_first", "_rest")))
-_LOWEST_WEIGHT = -0.18  # of GELU attention; of logits, which come by mistake, many are lower
+_LOWEST_WEIGHT = -0.18  # of GELU attention; if logits are passed by mistake, many are lower
 
 
 def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
               weights: ArrayLike | Sequence[ArrayLike] | None = None) -> Summary:  # fmt: skip
-    """Tabulates outliers of hidden states and attention to the first token, of one's own arrays.
+    """Tabulates outliers of hidden states and attention to the first token, for any arrays.
 
-    The functions of the same names in `orthojax.analysis` define its rows. One layer may come alone.
+    The functions of the same names in `orthojax.analysis` define its rows. A single layer may be passed by itself.
 
     Args:
       hidden: Hidden states after each block, [L, B, T, D] or L arrays [B, T, D].
       weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S].
 
     Raises:
-      ValueError: For other shapes, numbers that are not finite, logits in the place of weights, hidden states and
-        weights of different batches, or if neither is given.
+      ValueError: For other shapes, numbers that are not finite, logits in place of weights, hidden states and weights
+        of different batches, or if neither is given.
 
     >>> x = np.random.default_rng(0).normal(size=(2, 4, 16, 512))  # two layers, four sequences
     >>> x[:, :, 0, 7] = 50.0  # an outlier channel of the first token
@@ -130,10 +130,10 @@ def _rows(found: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[
 
 
 def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
-    """Returns the levels of chance that fit the weights: for causal ones those of `chance_of_first`.
+    """Returns the levels of chance that fit the weights: for causal weights, those of `chance_of_first`.
 
-    Late queries that see nothing of the first key are taken for a window, and rows that sum to less than 1 for
-    softmax-1; if they sum to more, the mass has no level of chance.
+    Late queries that do not see the first key are taken as a window, and rows that sum to less than 1 as softmax-1; if
+    they sum to more, the mass has no level of chance.
     """
     weights = np.asarray(layers[0], np.float32)
     T, S = weights.shape[-2:]

@@ -15,9 +15,9 @@ from orthojax.errors import UserError, nearest
 
 T = TypeVar("T")
 
-# What a field of a config affects: `numbers`, what a run computes; `start`, the same, but through its initial values
-# only; `computation`, how it is computed, with equal results up to rounding; `nothing` of these, but what is logged,
-# probed, evaluated while training, kept.
+# What a field of a config affects: `numbers`, what a run computes; `start`, what it computes, but only through its
+# initial values; `computation`, how it is computed, with equal results up to rounding; `nothing`, only what is logged,
+# probed, evaluated while training or kept.
 Affects = Literal["numbers", "start", "computation", "nothing"]
 
 _type_hints = functools.cache(typing.get_type_hints)
@@ -58,9 +58,9 @@ _LARGEST_FLOAT32 = 3.4028234e38
 
 
 def check_types(config: Any, group: str) -> None:
-    """Raises UserError for a value of a config that its annotations do not allow, or no array of a run can hold.
+    """Raises UserError for a config value that its annotation does not allow or that no array of a run can hold.
 
-    Floats are finite in 32 bits, and integers have 32 bits, of which only a `seed` uses the highest.
+    Floats must be finite in 32 bits; integers must fit in 31 bits, or in 32 for a `seed`.
     """
     for name, hint in _type_hints(type(config)).items():
         value = getattr(config, name)
@@ -71,7 +71,7 @@ def check_types(config: Any, group: str) -> None:
         if _conforms(0.5, hint):
             most, allowed = _LARGEST_FLOAT32, "a finite number of 32 bits"
         numbers = value if isinstance(value, tuple) else (value,)
-        holds = all(abs(number) <= most for number in numbers if isinstance(number, int | float))  # not of NaN
+        holds = all(abs(number) <= most for number in numbers if isinstance(number, int | float))  # False for NaN
         require(holds, f"{group}.{name}={str(value)[:200]}", allowed)
 
 
@@ -97,14 +97,14 @@ def require(holds: bool, problem: str, allowed: str = "") -> None:
 
 
 def require_each(config: Any, group: str, names: str, holds: Callable[[Any], bool], allowed: str) -> None:
-    """Requires the same of several fields, `names` separated by spaces; None always holds."""
+    """Requires a condition of several fields, `names` separated by spaces; None always passes."""
     for name in names.split():
         value = getattr(config, name)
         require(value is None or holds(value), f"{group}.{name}={value}", allowed)
 
 
 def require_seed(config: Any, group: str) -> None:
-    """Requires that its `seed` is not negative; `check_types` says how large it may be."""
+    """Requires that the config's `seed` is not negative; `check_types` sets its upper bound."""
     require_each(config, group, "seed", lambda seed: seed >= 0, "0 to 2**32 - 1")
 
 
@@ -114,7 +114,7 @@ def read_value(text: str, hint: Any) -> Any:
     The type is bool, int, float, str, None, a Literal, a tuple of one type, or a union of these.
 
     Raises:
-      ValueError: If the text is no such value.
+      ValueError: If the text is not such a value.
       OverflowError: For an infinite integer.
 
     >>> from orthojax.config import Mlp
@@ -148,7 +148,7 @@ def read_value(text: str, hint: Any) -> Any:
 
 
 def _group(hint: Any) -> tuple[type | None, bool]:
-    """Returns the config class of a field that is a group of fields, else None; and whether it may be None instead."""
+    """Returns the config class of a field that is a group of fields, else None, and whether the group is optional."""
     options = [option for option in typing.get_args(hint) or (hint,) if dataclasses.is_dataclass(option)]
     return (typing.cast(type, options[0]), options[0] is not hint) if options else (None, False)
 
@@ -189,7 +189,7 @@ def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Returns every leaf value by dotted path; None for those of a group that is None."""
+    """Returns every leaf value by dotted path; leaves of a group that is None are None."""
 
     def value(path: str) -> Any:
         return functools.reduce(lambda group, name: getattr(group, name, None), path.split("."), config)
@@ -232,9 +232,9 @@ def replace(config: T, changes: Mapping[str, Any]) -> T:
 
 
 def from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
-    """Builds a config from values by dotted path; fields that are not named have their defaults.
+    """Builds a config from values by dotted path; unnamed fields have their defaults.
 
-    An optional group is None if all of its values are, and has its defaults for those that are None otherwise.
+    An optional group is None if all of its values are; otherwise values that are None take their defaults.
 
     >>> from orthojax.config import Config
     >>> from_flat(Config, {"optim.rotation.kind": "haar"}).optim.rotation.kind
@@ -255,7 +255,7 @@ def from_flat(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def unknown_field(path: str, known: Iterable[str]) -> UserError:
-    """Returns the error for a dotted path that is none of the known: it names the nearest."""
+    """Returns the error for an unknown dotted path, with the nearest known one as a hint."""
     hint = nearest_field(path, known)
     return UserError(f"unknown config field {path!r}", allowed="the fields that orthojax train --help lists", hint=hint)
 
@@ -274,7 +274,7 @@ def nearest_field(path: str, known: Iterable[str]) -> str:
 
 
 def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
-    """Returns what every leaf field of a config class means, by dotted path, from the `Attributes:` of docstrings.
+    """Returns the meaning of every leaf field of a config class, by dotted path, from the `Attributes:` of docstrings.
 
     >>> from orthojax.config import Config
     >>> describe_fields(Config)["train.steps"]
@@ -298,7 +298,7 @@ def to_json(config: Any) -> str:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
-    """Builds a config from nested plain values, or raises UserError: every field must be there, and no other."""
+    """Builds a config from nested plain values, or raises UserError unless it has every field and no others."""
     hints, given = _type_hints(cls), dict(values) if isinstance(values, Mapping) else {}
     if given.keys() != hints.keys():
         missing, unknown = (", ".join(sorted(names)[:3]) for names in (hints.keys() - given, given.keys() - hints))
@@ -316,7 +316,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """Reads what `to_json` wrote; raises UserError for a text that is no JSON, or not of this class.
+    """Reads what `to_json` wrote; raises UserError if the text is not JSON or not of this class.
 
     >>> from orthojax.config import Config
     >>> from_json(Config, to_json(Config())) == Config()

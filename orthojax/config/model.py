@@ -1,4 +1,4 @@
-"""The transformer as values."""
+"""The config of the transformer."""
 
 import dataclasses
 from typing import Literal
@@ -16,23 +16,23 @@ Remat = bool | Literal["dots", "full"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions of some channels only, or stretched for longer sequences; see `orthojax.ops.rotary`.
+    """Rotary positions on only some channels, or stretched for longer sequences; see `orthojax.ops.rotary`.
 
     Attributes:
-      fraction: Share of a head's channels that are rotated, the first ones.
+      fraction: Fraction of a head's channels that are rotated, starting from the first.
       scaling: How frequencies are lowered.
       factor: By how much.
-      original_length: Length before that, for all but `linear`. In longer texts, frequencies of `dynamic` and
-        `longrope` are others.
-      low_frequency_factor: `llama3` and `yarn` lower frequencies of wavelengths above original_length / this in full.
-      high_frequency_factor: They do not lower frequencies of wavelengths below original_length / this.
+      original_length: Length before stretching, for all but `linear`. In longer texts, `dynamic` and `longrope` use
+        other frequencies.
+      low_frequency_factor: `llama3` and `yarn` fully lower frequencies of wavelengths above original_length / this.
+      high_frequency_factor: They keep frequencies of wavelengths below original_length / this.
       mscale: `yarn` multiplies rotated channels by m(mscale) / m(mscale_all), with m(k) = 0.1 k ln(factor) + 1.
         `longrope` by sqrt(1 + mscale ln(factor) / ln(original_length)).
       mscale_all: `yarn` multiplies all logits by m(mscale_all)^2.
-      truncate: `yarn` rounds the two pairs of channels between which it interpolates outwards.
-      short_factors: By which `longrope` (arXiv 2402.13753) divides the frequency of each pair of channels, in texts up
-        to original_length.
-      long_factors: The same in longer texts.
+      truncate: `yarn` rounds outwards the two channel pairs between which it interpolates.
+      short_factors: Divisors of the frequency of each channel pair in `longrope` (arXiv 2402.13753), for texts up to
+        original_length.
+      long_factors: The divisors for longer texts.
     """
 
     fraction: float = 1.0
@@ -68,13 +68,13 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made from one normed latent.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are computed from one normed latent.
 
     Attributes:
       d_latent: Width of the latent.
-      d_query_latent: Queries are made from a latent of this width; None makes them from the residual stream.
-      d_rotary: How many channels of a key are the same for all heads and rotated, the first ones.
-      d_value: Width of the values of one head; None means that of queries and keys.
+      d_query_latent: Width of the latent that queries are computed from; None computes them from the residual stream.
+      d_rotary: Number of key channels, the first ones, that all heads share and that are rotated.
+      d_value: Width of the values of one head; None means the width of queries and keys.
     """
 
     d_latent: int = 512
@@ -90,19 +90,19 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The mixture of experts, which layers with MLP `experts` have; by default DeepSeek-V2's (arXiv 2405.04434).
+    """The mixture of experts in layers whose MLP is `experts`; by default DeepSeek-V2's (arXiv 2405.04434).
 
     Attributes:
       num_experts: Routed experts.
-      per_token: How many of them count for a token: those of largest router probability.
-      num_shared: Experts that count for every token.
+      per_token: Experts chosen for each token: those with the largest router probabilities.
+      num_shared: Experts applied to every token.
       d_expert: Hidden width of one expert; None means d_mlp.
       groups: Groups of routed experts; a token chooses from those with the likeliest experts.
       groups_per_token: How many groups a token chooses from.
-      normalize: Router probabilities of the chosen are divided by their sum: a softmax of the logits of these alone.
-      scale: Factor of the router probabilities with which routed experts are added.
+      normalize: Divide the router probabilities of the chosen experts by their sum: a softmax over only their logits.
+      scale: Factor on the router probabilities that weight the routed experts.
       mlp: Kind of MLP of each expert.
-      use_bias: Biases of the router and of every linear layer of each routed expert, whatever `model.use_bias` says.
+      use_bias: Biases in the router and in every linear layer of each routed expert, regardless of `model.use_bias`.
     """
 
     num_experts: int = 8
@@ -148,71 +148,72 @@ class ModelConfig:
       d_mlp: Hidden width of the MLP (of each half for gated ones, such as swiglu).
       position: Position information: a learned table, rotary on queries and keys, or none.
       rope_theta: Base wavelength of rotary positions.
-      rope_local_theta: That of layers with a window, whose positions are then not stretched (Gemma 3, arXiv
-        2503.19786); None means that of the others.
-      rotary_layers: Rotary positions are those of all layers, or of some, one value for each (NoPE in the others, as in
-        SmolLM3).
-      rope: Which channels they rotate, and how they are stretched; None means all channels, and no stretching.
+      rope_local_theta: Base wavelength of layers with a window, whose positions are then not stretched (Gemma 3, arXiv
+        2503.19786); None treats them like the others.
+      rotary_layers: Whether layers have rotary positions, for all layers or one value per layer (NoPE in the others, as
+        in SmolLM3).
+      rope: Which channels rotary positions rotate, and how they are stretched; None means all channels without
+        stretching.
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
-      attention_norm: Attention has a norm, for all layers or one value for each.
-      mlp_norm: The same for the MLP.
-      block: Places of norms and order of the parts. `pre_norm`: x = x + f(norm(x)), and a final norm. `post_norm`:
+      attention_norm: Whether attention has a norm, for all layers or one value per layer.
+      mlp_norm: Whether the MLP has a norm, for all layers or one value per layer.
+      block: Placement of norms and order of the parts. `pre_norm`: x = x + f(norm(x)), and a final norm. `post_norm`:
         x = norm(x + f(x)), and no final norm (arXiv 2002.04745). `output_norm`: x = x + norm(f(x)), and a final norm
-        (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own
+        (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) + mlp(norm(x)), each with its own norm
         (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x))), and a final norm (Gemma 2, arXiv
         2408.00118).
-      qk_norm: A norm on queries and keys before positions: for each head over its channels, with one scale for all
+      qk_norm: A norm on queries and keys before positions: per head over its channels, with one scale shared by all
         heads, or over all heads at once.
       norm_eps: Added to the variance inside every norm.
       gated_norm_rank: Rank of a gate on the output of each norm of the residual stream, see
-        `orthojax.model.layers.NormGate`; its paper takes 16. 0 is no gate.
-      use_bias: Biases in every linear layer and `layernorm`; `qkv` has those of queries, keys and values alone,
-        `attention` these and that of the attention's output, `norm` those of `layernorm` alone.
-      normalizer: What turns attention logits into weights; `clipped_softmax` has the gamma and zeta of
+        `orthojax.model.layers.NormGate`; its paper uses 16. 0 means no gate.
+      use_bias: Biases in every linear layer and `layernorm`; `qkv` has only those of queries, keys and values,
+        `attention` also that of the attention's output, `norm` only those of `layernorm`.
+      normalizer: What turns attention logits into weights; `clipped_softmax` uses the gamma and zeta of
         `orthojax.ops.ClippedSoftmax`.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
-      logits_width: Attention logits are products of queries and keys over the root of this; None means d_head.
+      logits_width: Attention logits are products of queries and keys divided by the root of this; None means d_head.
       attention_soft_cap: Attention logits x become c tanh(x / c) with this c; None caps nothing.
-      final_soft_cap: The same for the logits of the next token (Gemma 2, arXiv 2408.00118).
+      final_soft_cap: Soft cap on the logits of the next token (Gemma 2, arXiv 2408.00118).
       attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
-      attention_window: Each query sees this many keys at most, its own the last, in all layers or one value for each;
-        None means all before it.
+      attention_window: Each query sees at most this many keys, the last being its own, in all layers or one value per
+        layer; None means no limit.
       latent: Multi-head latent attention; None makes queries, keys and values linear in the residual stream.
-      mlp: Kind of MLP, for all layers or one for each; `gelu` is the approximation by tanh, `gelu_exact` is not,
-        `linear` is one d_model x d_model map, `experts` a mixture. With u linear in x, gated ones are silu(gate) u
-        (`swiglu`), gelu(gate) u (`geglu`, by tanh), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1) with
-        g = min(gate, 7) (`swiglu_clamped`: gpt-oss, arXiv 2508.10925).
+      mlp: Kind of MLP, for all layers or one per layer; `gelu` is the tanh approximation, `gelu_exact` is not, `linear`
+        is one d_model x d_model map, `experts` a mixture. With u linear in x, gated ones are silu(gate) u (`swiglu`),
+        gelu(gate) u (`geglu`, by tanh), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1) with g = min(gate, 7)
+        (`swiglu_clamped`: gpt-oss, arXiv 2508.10925).
       experts: The mixture of the layers whose MLP is `experts`.
-      attention: Blocks attend, for all layers or one value for each.
-      gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), x the block's normed input
-        with all its channels; b, starting at 0, only with `use_bias`. It is the gate from all features to all heads of
-        Quantizable Transformers, arXiv 2306.12929, whose main form gives a head its own slice of x, and always a bias,
-        which starts at the logit of the gate's first value. `elementwise` has one such gate for each channel of a head
-        (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
+      attention: Whether blocks have attention, for all layers or one value per layer.
+      gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), where x is the block's normed
+        input (all channels) and b, initially 0, exists only with `use_bias`. This is the gate from all features to all
+        heads of Quantizable Transformers, arXiv 2306.12929; the paper's main form gives each head its own slice of x
+        and always a bias, initialised to the logit of the gate's initial value. `elementwise` has one such gate for
+        each channel of a head (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
         `orthojax.model.attention.value_gated`.
       tie_embeddings: Use the token embedding as the output head.
       scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
-      embedding_projection: Learned d_model x d_model products, orthogonal at the start, after the token embedding and
-        before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` multiplies them out.
-      fixed_rotation: Rotate what each part writes to the residual stream by a fixed orthogonal matrix of its own.
-      attention_mask: Keys that a query sees: those up to its own (`causal`), all (`full`, for masked tokens), or
-        besides those up to its own all of the row's prefix, which ends with the first token of the last id,
-        vocab_size - 1 (`prefix`, the prefix LM of T5, arXiv 1910.10683, section 3.2; a row without it is causal).
+      embedding_projection: Learned d_model x d_model matrices, initially orthogonal, after the token embedding and
+        before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` folds them in.
+      fixed_rotation: Rotate what each part writes to the residual stream by its own fixed orthogonal matrix.
+      attention_mask: Keys that a query sees: those up to its own (`causal`), all (`full`, for masked tokens), or those
+        up to its own and the row's whole prefix, which ends at the first token with the last id, vocab_size - 1
+        (`prefix`, the prefix LM of T5, arXiv 1910.10683, section 3.2; a row without that id is causal).
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       embedding_init_std: Standard deviation of the initial embeddings.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
-      sink_init: Start of the learned sink logits of `learned_sink`: 0 is softmax-1, far below all logits softmax.
-      kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), whatever the depth.
+      sink_init: Initial sink logits of `learned_sink`: 0 is softmax-1, a value far below all logits is softmax.
+      kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), regardless of depth.
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
-      unroll_layers: Compile scanned layers one after the other, not as a loop: the backward pass then reads what layers
-        keep for it where they wrote it, not from stacks of all layers, and compilation takes longer. `auto` does so on
-        a GPU in training, for 48 layers at most.
+      unroll_layers: Compile scanned layers one after the other, not as a loop: the backward pass then reads saved
+        activations where layers wrote them, not from stacks over all layers, but compilation takes longer. `auto` does
+        so for training on a GPU with at most 48 layers.
       remat: Recompute each block in the backward pass instead of keeping its intermediates: true keeps the results of a
         fused attention kernel, `dots` also those of linear layers, which costs little time, `full` keeps nothing.
       dtype: Dtype of the matrix products; parameters, norms, attention statistics and logits stay float32. `float16` is
         for evaluation: training has no loss scaling.
       residual_dtype: Dtype of the residual stream. bfloat16 halves what norms and sums read and write, but has 8 bits:
-        where a channel is at 1000, what a block adds to it is lost if it is below 2.
+        if a channel is at 1000, anything below 2 that a block adds to it is lost.
     """
 
     vocab_size: int = 2048
@@ -382,22 +383,22 @@ class ModelConfig:
 
     @property
     def has_bias(self) -> bool:
-        """Biases in linear layers other than those of attention."""
+        """Whether linear layers other than those of attention have biases."""
         return self.use_bias is True
 
     @property
     def has_output_bias(self) -> bool:
-        """A bias of the output of attention."""
+        """Whether the output of attention has a bias."""
         return self.use_bias in (True, "attention")
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Biases of queries, keys and values."""
+        """Whether queries, keys and values have biases."""
         return self.use_bias in (True, "qkv", "attention")
 
     @property
     def has_norm_bias(self) -> bool:
-        """Biases of norms."""
+        """Whether norms have biases."""
         return self.norm == "layernorm" and self.use_bias in (True, "norm")
 
     @property
@@ -414,7 +415,7 @@ class ModelConfig:
         return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
 
     def layer_window(self, layer: int) -> int | None:
-        """The most keys that a query of one layer sees; None for all before it."""
+        """The most keys that a query of one layer sees; None for no limit."""
         return self.attention_window[layer] if isinstance(self.attention_window, tuple) else self.attention_window
 
     def layer_rotates(self, layer: int) -> bool:
@@ -429,7 +430,7 @@ class ModelConfig:
         return self.rope_local_theta, None
 
     def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
-        """Returns whether a layer has attention or an MLP, with a norm."""
+        """Returns whether a layer has this part, with a norm."""
         attends = part == "attention"
         value = self.attention_norm if attends else self.mlp_norm
         is_there = self.layer_attention(layer) if attends else self.layer_mlp(layer) != "none"

@@ -1,4 +1,4 @@
-"""A run as values: its optimizer, data, mesh, training and evaluation, and all of them together with the model."""
+"""The config of a run: optimizer, data, mesh, training and evaluation, and all of them together with the model."""
 
 import dataclasses
 import math
@@ -16,17 +16,16 @@ TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "marko
 
 @dataclasses.dataclass(frozen=True)
 class RotationConfig:
-    """The basis of OrthoAdam; see `orthojax.Rotation` for what they mean.
+    """The basis of OrthoAdam; see `orthojax.Rotation` for what the fields mean.
 
     Attributes:
       kind: Kind of orthogonal matrix.
-      axes: Axes of every kernel: its last (`output`), the one before (`input`), `both`, the d_model axis of
-        every kernel (`d_model`; of one that reads latents or values, that axis) or of those that write to
-        the residual stream only (`writers`), or `none`. With
-        `output` the first token had outliers after 10,000 steps.
+      axes: Rotated axes of every kernel: its last (`output`), the one before it (`input`), `both`, the d_model axis of
+        every kernel (`d_model`; if it reads latents or values, that axis) or of only those that write to the residual
+        stream (`writers`), or `none`. With `output` the first token had outliers after 10,000 steps.
       embeddings: Rotate embedding tables as well, along d_model.
-      scope: One matrix for every layer of every parameter, or the wider controls.
-      seed: Seed of the matrices; None is the run's, `train.seed`.
+      scope: One matrix for every layer of every parameter, or one of the wider controls.
+      seed: Seed of the matrices; None takes the run's, `train.seed`.
     """
 
     kind: Literal["haar", "hadamard", "dct", "identity", "signed_permutation"] = "hadamard"
@@ -45,25 +44,25 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
 
     Attributes:
-      optimizer: `adam` is AdamW if `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not say); `muon`
-        treats vectors with Adam, and embeddings as `muon_embeddings` says. Any other one is named as `module:function`:
-        a function of this config that returns an optax transformation without learning rate and weight decay, such as
-        `orthojax.experiments.ours.soap:soap`.
+      optimizer: `adam` is AdamW if `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not specify it);
+        `muon` updates vectors with Adam, and embeddings by `muon_embeddings`. Any other optimizer is given as
+        `module:function`: a function of this config that returns an optax transformation without learning rate and
+        weight decay, such as `orthojax.experiments.ours.soap:soap`.
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam`, which is `adam` with this, always does.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
       final_learning_rate_fraction: Learning rate after the last step as a fraction of the peak; 1 keeps it constant.
-      b1: Decay of the first moment, where there is one (of Lion: the first of its two).
-      b2: Decay of the second moment, where there is one (of Lion: of its momentum).
+      b1: Decay of the first moment, if there is one (for Lion, the first of its two).
+      b2: Decay of the second moment, if there is one (for Lion, of its momentum).
       eps: Added to the root of the second moment.
-      momentum: Of `sgd` and `muon`; 0 for plain SGD.
-      muon_embeddings: Of `muon`: the optimizer of the embeddings and the head. OSP, arXiv 2506.19697, compares `muon`,
-        there for all matrices, and `adam`; `orthoadam` is Adam in the basis of `rotation`, along d_model. None is Adam
-        for embeddings and Muon for an untied head.
-      weight_decay: Decoupled, scaled by the learning rate; on kernels and embeddings only.
+      momentum: Momentum of `sgd` and `muon`; 0 for plain SGD.
+      muon_embeddings: With `muon`, the optimizer of the embeddings and the head. OSP, arXiv 2506.19697, compares
+        `muon`, there for all matrices, with `adam`; `orthoadam` is Adam in the basis of `rotation`, along d_model. None
+        is Adam for embeddings and Muon for an untied head.
+      weight_decay: Decoupled weight decay, scaled by the learning rate; only on kernels and embeddings.
       clip_norm: Largest global gradient norm; None never clips.
-      rotation: The basis of `orthoadam`, and of any other that is `rotated`.
-      sink_anneal_steps: Learned sink logits are not learned but go to 0 on a line, from their start, in so many
+      rotation: The basis of `orthoadam`, and of any other optimizer that is `rotated`.
+      sink_anneal_steps: Instead of learning sink logits, move them linearly from their initial value to 0 in this many
         steps: from softmax to softmax-1. 0 learns them.
     """
 
@@ -119,7 +118,7 @@ class OptimConfig:
 
     @property
     def has_rotation(self) -> bool:
-        """True if the optimizer, or that of the embeddings alone, runs in the basis of `rotation`."""
+        """True if the optimizer, or only that of the embeddings, runs in the basis of `rotation`."""
         return self.is_rotated or self.muon_embeddings == "orthoadam"
 
 
@@ -130,29 +129,28 @@ class DataConfig:
     Attributes:
       kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
         train and a validation token file made by orthojax prepare, `bigram_backcopy` is the synthetic task.
-      paths: Of `text`, files, folders and patterns (any number); of `tokens` two, the train and the validation file;
-        of `bigram_backcopy`, the text whose characters are counted, if it is not that of the standard library's
-        documentation.
+      paths: For `text`, files, folders and patterns (any number); for `tokens`, the train and the validation file; for
+        `bigram_backcopy`, the text whose characters are counted, by default the standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
-        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` does not need it: the files name theirs.
+        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` needs none: the files name theirs.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       objective: What is predicted: the next token; 15% of the tokens, most of them masked (`masked`, for
-        `model.attention_mask='full'`); or what 15% of the tokens were that spans were cut from (`span_corruption`, for
-        `prefix`). See `orthojax.data.objectives`. Ids for masks and spans are the last of the model's vocabulary.
+        `model.attention_mask='full'`); or 15% of the tokens, which are cut out in spans (`span_corruption`, for
+        `prefix`). See `orthojax.data.objectives`. Ids for masks and spans are the last ones of the model's vocabulary.
       seed: Seed of the order of the rows.
-      repeated_share: Of `embedded` and `text`: the share, 0 to 1, of the passages (40 to 110 characters) that the text
+      repeated_share: For `embedded` and `text`: the fraction, 0 to 1, of passages (40 to 110 characters) that the text
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
       trigger_count: Bigram-Backcopy: the k most frequent characters are triggers.
       rule: Bigram-Backcopy: what follows a trigger: a copy of the token before it (`backcopy`), a token that the
         sequence has drawn for this trigger (`in_context_bigram`), what could follow the token before it
-        (`bigram_backward`), or what follows it in the text (`markov`). With `skip_bigram` what could follow the token
-        before it comes after every token, not only after triggers.
-      other_rule: Bigram-Backcopy: what follows a trigger instead, with `other_rule_probability`, drawn at each of them.
-      other_rule_probability: 0 to 1.
-      bos_tokens: Bigram-Backcopy: BOS tokens at the start of every row, each with an id of its own: 0, 1 or 2.
-      delimiter: Bigram-Backcopy: whether a delimiter stands in the middle of every row; after it, triggers are nothing
-        special.
+        (`bigram_backward`), or what follows it in the text (`markov`). With `skip_bigram`, every token, not only a
+        trigger, is followed by what could follow the token before it.
+      other_rule: Bigram-Backcopy: what follows a trigger instead, with `other_rule_probability`, drawn at each trigger.
+      other_rule_probability: Probability of `other_rule`, 0 to 1.
+      bos_tokens: Bigram-Backcopy: BOS tokens at the start of every row, each with its own id: 0, 1 or 2.
+      delimiter: Bigram-Backcopy: whether every row has a delimiter in the middle; after it, triggers are ordinary
+        tokens.
       verify: Compare the sha256 of token files when they are opened, which reads them whole; otherwise only their
         sizes are compared, except for files of up to 256 MB.
     """
@@ -198,7 +196,7 @@ class DataConfig:
 
     @property
     def row_length(self) -> int:
-        """Returns the ids of a row: inputs and the last target, or with `objective` inputs and targets."""
+        """Returns the ids in a row: inputs and the last target, or for another objective inputs and targets."""
         return self.sequence_length + 1 if self.objective == "next_token" else 2 * self.sequence_length
 
     @property
@@ -209,9 +207,9 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """The arrangement of a run's devices; -1, in one of the sizes, takes all devices that the others leave.
+    """The arrangement of a run's devices; -1 for one of the sizes takes all devices that the others leave.
 
-    The numbers of a run do not depend on it, beyond rounding, and a checkpoint can be resumed on another mesh.
+    A run's numbers do not depend on the mesh, beyond rounding, and a checkpoint can be resumed on another mesh.
 
     Attributes:
       data: Replicas of the parameters, each with its own rows of the batch; the optimizer's moments are sharded over
@@ -235,7 +233,7 @@ class MeshConfig:
         """Returns (data, fsdp, tensor) on this many devices.
 
         Raises:
-          UserError: If there are too few, or the rest does not divide.
+          UserError: If there are too few devices, or the rest does not divide.
 
         >>> MeshConfig(data=-1, tensor=2).sizes(8)
         (4, 1, 2)
@@ -264,11 +262,11 @@ class TrainConfig:
         before the optimizer's one step.
       logits_dtype: Dtype to which the logits of the training loss are rounded; all that is computed from them is
         float32. `auto` is bfloat16 for a bfloat16 model on an accelerator, else float32.
-      steps_per_dispatch: Most optimizer steps in one compiled call, so that small steps do not wait for Python; None
-        takes as many as pay off, which on accelerators is 1. A call ends wherever something is probed, validated or
-        saved, and signals wait for its end. On a CPU it changes no bit.
-      activation_penalty: Factor of a term of the training loss that punishes large activations: the lambda of TWEO,
-        there 0.01, see `orthojax.train.step.activation_penalty`. Metrics have the loss without it. 0: no term.
+      steps_per_dispatch: Maximum number of optimizer steps in one compiled call, so that small steps do not wait for
+        Python; None takes as many as pay off, which is 1 on accelerators. A call ends whenever something is probed,
+        validated or saved, and signals wait for its end. On a CPU it does not change a bit of the results.
+      activation_penalty: Factor of a training-loss term that penalises large activations: TWEO's lambda, 0.01 in the
+        paper, see `orthojax.train.step.activation_penalty`. Metrics report the loss without it. 0: no term.
       seed: Seed of the initial parameters, and of OrthoAdam's bases unless `optim.rotation.seed` is given.
       init_from: A checkpoint or workdir to take the initial parameters from, as for fine-tuning; the optimizer starts
         from scratch.
@@ -276,9 +274,9 @@ class TrainConfig:
       log_every_steps: Steps between lines of metrics.jsonl.
       probe_every_steps: Steps between probes of outliers and attention on a few validation rows; 0: none.
       probe_steps: Further steps to probe, each once; 0 is the start.
-      probe: More to do at every probe: `module:function`, called with the config, the rows of the probe int32
+      probe: Further work at every probe: `module:function`, called with the config, the rows of the probe int32
         [probe_sequences, T + 1] and the folder `probes` of the run; returns a function of (step, parameters).
-      probe_sequences: Rows of a probe, out of the `eval.sequences`; all of those if they are fewer.
+      probe_sequences: Rows of a probe, taken from the `eval.sequences`; all of them if there are fewer.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
       eval_every_steps: Steps between validation losses; 0 leaves them out.
@@ -324,17 +322,17 @@ class TrainConfig:
         require_seed(self, "train")
 
     def probes_at(self, step: int) -> bool:
-        """Returns whether parameters are probed after so many steps."""
+        """Returns whether parameters are probed after this many steps."""
         every = self.probe_every_steps
         return step in self.probe_steps or (step > 0 and every > 0 and step % every == 0)
 
     def validates_at(self, step: int) -> bool:
-        """Returns whether the validation loss is measured after so many steps."""
+        """Returns whether the validation loss is measured after this many steps."""
         every = self.eval_every_steps
         return step > 0 and every > 0 and (step % every == 0 or step == self.steps)
 
     def saves_at(self, step: int) -> bool:
-        """Returns whether a checkpoint is written after so many steps."""
+        """Returns whether a checkpoint is written after this many steps."""
         return step % self.checkpoint_every_steps == 0 or step == self.steps
 
 
@@ -345,7 +343,7 @@ class EvalConfig:
     Attributes:
       sequences: Number of sequences, spread evenly over the split.
       batch_size: Sequences per batch, and the set over which dynamic quantisation scales are taken; the last batch may
-        have fewer. If a mesh does not divide those, every device takes all of them.
+        have fewer. If the mesh does not divide that batch, every device takes all of it.
     """
 
     sequences: int = 256
@@ -415,13 +413,13 @@ class Config:
 
     @property
     def seeded_optim(self) -> OptimConfig:
-        """Returns `optim`, with the run's seed for a rotation that has none of its own."""
+        """Returns `optim`, with the run's seed for a rotation that has no seed of its own."""
         if not self.optim.has_rotation or self.optim.rotation.seed is not None:
             return self.optim
         return dataclasses.replace(self.optim, rotation=dataclasses.replace(self.optim.rotation, seed=self.train.seed))
 
     def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
-        """Returns `MeshConfig.sizes`, over which the batches divide.
+        """Returns `MeshConfig.sizes`, after checking that batches divide over them.
 
         Raises:
           UserError: If the devices are too few, or a batch does not divide.

@@ -1,4 +1,4 @@
-"""Batches of tokens; and from a config to tokens, which are made once and kept in a cache folder."""
+"""Batches of tokens, and datasets from configs, whose tokens are made once and kept in a cache folder."""
 
 import dataclasses
 import functools
@@ -22,21 +22,21 @@ from orthojax.data.preparation import (
 from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
-# Goes up with any change of the rules of corpora, splits or tokenizers, so that older caches are not used.
+# Goes up with any change to the rules for corpora, splits or tokenizers, so that older caches are not used.
 RULES_VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Tokens to train and to validate on, whatever they came from."""
+    """Training and validation tokens, regardless of their source."""
 
     vocab_size: int  # one more than the largest possible id
     bos_id: int  # starts a row if rows start with one
     eos_id: int  # follows every document
     train: np.ndarray  # uint16 or uint32 [n], a read-only memory map
     validation: np.ndarray
-    validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / these
-    tokenizer_path: Path | None  # for `load_tokenizer`; None if it does not lie beside the token files
+    validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / this
+    tokenizer_path: Path | None  # for `load_tokenizer`; None if it is not beside the token files
     provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
@@ -44,7 +44,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     """Opens the tokens that a config names, tokenising the text the first time.
 
     The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one. Kind
-    `tokens` does not use it. Progress is that of `prepare`.
+    `tokens` does not use the cache. `progress` is as for `prepare`.
 
     Raises:
       UserError: For anything wrong with the files, the tokenizer or the cache folder.
@@ -73,7 +73,7 @@ class TokenBatches:
     """Batches of fixed-length rows, as a pure function of the seed and the step, which is the position in the data.
 
     A row has `sequence_length + 1` ids; inputs are row[:-1] and targets row[1:]. Row i starts at token i * T. Every row
-    comes once in an epoch, in an order that depends on the seed and the epoch; batches run across the end of an epoch.
+    comes once per epoch, in an order that depends on the seed and the epoch; batches cross the ends of epochs.
 
     >>> batches = TokenBatches(np.arange(9), sequence_length=4, batch_size=2, seed=0)
     >>> batches.spread_rows(2)
@@ -94,7 +94,7 @@ class TokenBatches:
           seed: Seed of the order of the rows.
           bos_id: If given, row i is [bos, tok[i*T], ..., tok[i*T + T-1]]: every row starts with this id, and every
             token is a target. Otherwise it is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very
-            first one is no target.
+            first one is not a target.
 
         Raises:
           UserError: If the tokens do not fill one batch.
@@ -129,7 +129,7 @@ class TokenBatches:
         return self._rows([int(order[first + i]) for i in range(start, stop)])
 
     def spread_rows(self, n: int) -> np.ndarray:
-        """Returns rows spread evenly over the whole text, in its order, for evaluation: floor(i * n_rows / n), i < n.
+        """Returns rows spread evenly over the whole text, in text order, for evaluation: floor(i * n_rows / n), i < n.
 
         They are int32 [n, sequence_length + 1].
 

@@ -1,6 +1,6 @@
 """The Bigram-Backcopy task: a synthetic language on which attention sinks form within minutes.
 
-The task is that of Guo et al., "Active-Dormant Attention Heads" (arXiv:2410.13835); here the bigrams are those of any
+The task comes from Guo et al., "Active-Dormant Attention Heads" (arXiv:2410.13835); here the bigrams can come from any
 text, and the oracle is exact at <s> as well. The law is in NumPy float64; JAX draws from it and computes the oracle.
 Every random number is a function of (seed, stream, step) and of its place in the batch, and every draw is integer
 arithmetic, so a batch has the same bits on every device, mesh and precision.
@@ -45,7 +45,7 @@ def default_text() -> str:
 
 
 def count_pairs(text: str) -> Counts:
-    """Counts how often each character follows each; the text is read as a circle, so that its last one has a successor.
+    """Counts how often each character follows each; the text is read as a circle, so its last one has a successor.
 
     >>> count_pairs("abac")
     (('a', 'b', 1), ('a', 'c', 1), ('b', 'a', 1), ('c', 'a', 1))
@@ -56,10 +56,10 @@ def count_pairs(text: str) -> Counts:
 
 @dataclasses.dataclass(frozen=True)
 class BigramBackcopy:
-    """The task, made from how often each character follows each.
+    """The task, made from counts of how often each character follows each.
 
-    Ids are those of the sorted characters, then of the BOS tokens, then of the delimiter; V is their number. With T the
-    triggers and pi the character frequencies, a sequence x is drawn as
+    Ids go to the sorted characters, then to the BOS tokens, then to the delimiter; V is their number. With triggers T
+    and character frequencies pi, a sequence x is drawn as
 
       BOS tokens, then the first character from pi without T, renormalised;
       x_{i+1} by the rule if x_i is in T, else x_{i+1} ~ P[x_i] (bigram), or with `skip_bigram` x_{i+1} ~ P[x_{i-1}].
@@ -68,15 +68,15 @@ class BigramBackcopy:
 
       backcopy           x_{i+1} = x_{i-1}: two triggers are never adjacent
       in_context_bigram  x_{i+1} = o(x_i), where the sequence draws o for each trigger, uniform over the characters that
-                         are no triggers (Bietti et al., arXiv:2306.00802)
+                         are not triggers (Bietti et al., arXiv:2306.00802)
       bigram_backward    x_{i+1} ~ P[x_{i-1}]
       markov             x_{i+1} ~ P[x_i], as everywhere
       skip_bigram        x_{i+1} ~ P[x_{i-1}], as everywhere with this rule, so that every prediction needs the token
                          before; what follows the first character is drawn as the first character is
 
     or, with `other_rule_probability`, drawn anew at every trigger, `other_rule`, which changes nothing elsewhere: with
-    `skip_bigram`, `markov` and 1 only triggers do not need the token before. A delimiter stands at one position; the
-    character after it is drawn from pi, and from there on the chain is `markov`.
+    rule `skip_bigram`, other rule `markov` and probability 1, only triggers do not need the token before. A delimiter
+    occupies one position; the character after it is drawn from pi, and the chain is `markov` from there on.
     """
 
     counts: Counts  # from `count_pairs`: something follows each character
@@ -84,7 +84,7 @@ class BigramBackcopy:
     rule: TriggerRule = "backcopy"
     other_rule: TriggerRule = "markov"
     other_rule_probability: float = 0.0
-    bos_count: int = 1  # BOS tokens at the start, each of its own id: 0, 1 or 2
+    bos_count: int = 1  # BOS tokens at the start, each with its own id: 0, 1 or 2
     delimiter_position: int | None = None  # None: there is none
 
     def __post_init__(self):
@@ -156,7 +156,7 @@ class BigramBackcopy:
 
     @functools.cached_property
     def plain(self) -> np.ndarray:
-        """The ids of the characters that are no triggers, ascending."""
+        """The ids of the characters that are not triggers, ascending."""
         return np.setdiff1d(np.arange(len(self.characters)), self.triggers)
 
     @functools.cached_property
@@ -215,10 +215,11 @@ class BigramBackcopy:
     def oracle(self, tokens: ArrayLike) -> jax.Array:
         """Computes the true distribution of the next token at every position, given all tokens before it.
 
-        At a trigger it is that of the rule, or the mixture of both: of `in_context_bigram` the posterior of o, uniform
-        at the first occurrence and, where it is the only rule, exact afterwards. Elsewhere it is the bigram row, of
-        `skip_bigram` that of the token before; at the last BOS token `first`. Tokens int [B, T] are sequences of the
-        task, of which none starts with a trigger; the result is float32 [B, T, V], float64 under x64.
+        At a trigger it is the distribution of the rule, or the mixture for both rules; for `in_context_bigram` it is
+        the posterior of o, uniform at the first occurrence and, if it is the only rule, exact afterwards. Elsewhere it
+        is the bigram row, with `skip_bigram` the row of the token before; at the last BOS token it is `first`. Tokens
+        int [B, T] are sequences of the task, none of which starts with a trigger; the result is float32 [B, T, V],
+        float64 under x64.
         """
         return _oracle(self, jnp.asarray(tokens))
 
@@ -245,7 +246,7 @@ def _as_integers(probability: float | np.ndarray) -> np.ndarray:
 
 
 def _cumulative(task: BigramBackcopy) -> tuple[jax.Array, int]:
-    """Returns the cumulative rows of `transition`, then that of `first`, flat, and their length, a power of 2."""
+    """Returns the cumulative rows of `transition`, then the row of `first`, flat, and their length, a power of 2."""
     # A token of probability 0 has the entry of the one before it, so it is never drawn.
     law = np.vstack([task.transition, task.first])
     width = 1 << (task.vocab_size - 1).bit_length()
@@ -351,8 +352,8 @@ def _posterior(
 ) -> jax.Array:
     """Computes what `in_context_bigram` predicts at a trigger: the law [B, T, V] of its output o, given the past.
 
-    Bayes: each earlier occurrence, followed by y, multiplies that of o by p [o = y] + q(y), q the `others`, which are
-    the other rules' law times their probability. It has no meaning if no rule acts.
+    By Bayes, each earlier occurrence, followed by y, multiplies the law of o by p [o = y] + q(y), where q, the
+    `others`, is the other rules' law times their probability. The result has no meaning if no rule acts.
     """
     V, k = task.vocab_size, len(task.triggers)
     slot = jax.nn.one_hot(jnp.asarray(_slots(task))[tokens], k, dtype=bool) & acts[..., None]

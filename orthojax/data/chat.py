@@ -20,7 +20,7 @@ class ChatTemplate(NamedTuple):
 
 
 def chat_template(path: Path) -> ChatTemplate:
-    """Returns the chat template that the files of a published model declare, of several the one called default.
+    """Returns the chat template that the files of a published model declare, or of several the one named default.
 
     Raises:
       UserError: If there is none.
@@ -46,12 +46,12 @@ def chat_template(path: Path) -> ChatTemplate:
 
 
 def render_chat(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
-    """Renders messages, {"role", "content"}, and what begins the answer, as transformers' `apply_chat_template` does.
+    """Renders messages, {"role", "content"}, and the start of the answer, as transformers' `apply_chat_template` does.
 
     `Tokenizer.encode_special` turns the text into ids.
 
     Raises:
-      UserError: If the template refuses the messages, or is none.
+      UserError: If the template refuses the messages, or is not a template.
     """
     with needing("a chat template", "reports"):
         import jinja2

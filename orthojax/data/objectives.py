@@ -1,8 +1,8 @@
-"""Objectives beside the next token: rows whose tokens are masked, or cut out in spans, as functions of seed and row.
+"""Objectives besides the next token: rows whose tokens are masked, or cut out in spans, as functions of seed and row.
 
-Letters: T input positions of a row. A corrupted row is int32 [2 T]: inputs, then the target of each position, -1 where
-none counts. The last id of the model's vocabulary, V - 1, is the mask, or ends the prefix of a row with spans; the ids
-before it, downwards, are the sentinels of the spans, as T5 has them.
+Letters: T input positions of a row. A corrupted row is int32 [2 T]: inputs, then the target of each position, -1 if it
+does not count. The last id of the model's vocabulary, V - 1, is the mask, or ends the prefix of a row with spans; the
+ids before it, downwards, are the sentinels of the spans, as in T5.
 """
 
 import dataclasses
@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-SHARE = 0.15  # of the tokens that are predicted: of BERT and of T5
+SHARE = 0.15  # of the tokens are predicted, in BERT and in T5
 SPAN = 3.0  # mean length of T5's spans
 
 
 class Spans(NamedTuple):
-    """The sizes of a row with spans cut out: its text, a begin token included, the tokens cut out, in so many spans."""
+    """The sizes of a row with spans cut out: text (begin token included), tokens cut out, and number of spans."""
 
     text: int
     noise: int
@@ -25,8 +25,8 @@ class Spans(NamedTuple):
 def span_sizes(length: int) -> Spans:
     """Returns the sizes of rows of T = `length` input positions: 15% noise in spans of mean length 3, rounded.
 
-    Their number is fixed, as in T5's code, so that rows have no padding. Definition here: T5 fits the text to
-    lengths of inputs and targets, this to their sum.
+    The number of spans is fixed, as in T5's code, so that rows have no padding. Definition here: T5 fits the text to
+    the lengths of inputs and targets, this function to their sum.
 
     >>> span_sizes(64)
     Spans(text=57, noise=9, spans=3)
@@ -38,16 +38,16 @@ def span_sizes(length: int) -> Spans:
 
 
 def mask_tokens(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, text_ids: int) -> np.ndarray:
-    """Masks 15% of the tokens [T] but the first, rounded: int32 [2 T].
+    """Masks 15% (rounded) of the tokens [T] except the first: int32 [2 T].
 
-    Of these 80% become the mask, 10% any id of the text, 10% stay, drawn for each (BERT, `arXiv 1810.04805
-    <https://arxiv.org/abs/1810.04805>`_, section 3.1). All are targets, the others are not.
+    Of the chosen tokens 80% become the mask, 10% any id of the text, and 10% stay, drawn for each (BERT, `arXiv
+    1810.04805 <https://arxiv.org/abs/1810.04805>`_, section 3.1). All chosen tokens are targets, the others are not.
 
     Args:
       tokens: Ids of text, int [T].
-      random: Where the positions come from.
+      random: Source of the positions.
       vocab_size: V, of the model.
-      text_ids: Ids below this are those of text.
+      text_ids: Ids below this are text.
 
     >>> mask_tokens(np.arange(10, 18), np.random.default_rng(0), 100, 90).tolist()
     [10, 11, 12, 13, 14, 15, 99, 17, -1, -1, -1, -1, -1, -1, 16, -1]
@@ -62,15 +62,15 @@ def mask_tokens(tokens: np.ndarray, random: np.random.Generator, vocab_size: int
 
 
 def cut_spans(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, length: int) -> np.ndarray:
-    """Cuts spans out of tokens and asks for them: int32 [2 T].
+    """Cuts spans out of tokens and makes them the targets: int32 [2 T].
 
     The row is text, sentinel 0, text, sentinel 1, ..., V - 1; then sentinel 0, span 0, sentinel 1, span 1, ..., and one
-    more sentinel, as in Figure 2 of T5 (`arXiv 1910.10683 <https://arxiv.org/abs/1910.10683>`_). What follows V - 1 are
-    the targets. Text and spans take turns, and all ways to cut each of them are equally likely.
+    more sentinel, as in Figure 2 of T5 (`arXiv 1910.10683 <https://arxiv.org/abs/1910.10683>`_). The targets are what
+    follows V - 1. Text and spans alternate, and all ways to cut each of them are equally likely.
 
     Args:
       tokens: Ids of text, int [span_sizes(T).text]; the first is never cut out.
-      random: Where the spans come from.
+      random: Source of the spans.
       vocab_size: V, of the model; sentinel i is V - 2 - i.
       length: T.
 
@@ -103,23 +103,23 @@ class Corruption:
     objective: Literal["masked", "span_corruption"]
     length: int  # T
     vocab_size: int  # V, of the model
-    text_ids: int  # ids below this are those of text
+    text_ids: int  # ids below this are text
 
     @property
     def text_length(self) -> int:
-        """The tokens of text, a begin token included, that make a row."""
+        """The number of text tokens, begin token included, in a row."""
         return self.length if self.objective == "masked" else span_sizes(self.length).text
 
     @property
     def needed_ids(self) -> int:
-        """The ids of text and of the objective itself."""
+        """The number of ids that the text and the objective itself need."""
         return self.text_ids + (1 if self.objective == "masked" else span_sizes(self.length).spans + 2)
 
     def __call__(self, rows: np.ndarray, key: tuple[int, ...], start: int = 0) -> np.ndarray:
         """Corrupts rows of text int32 [B, text_length], into int32 [B, 2 T].
 
-        Row start + i is a function of the key, start + i and its tokens alone, so that a batch depends on nothing that
-        came before it.
+        Row start + i is a function of only the key, start + i and its tokens, so a batch does not depend on anything
+        before it.
         """
         done = np.empty((len(rows), 2 * self.length), np.int32)
         for i, row in enumerate(rows):

@@ -1,11 +1,11 @@
 """Token files, and folders of them made from text of any size, for orthojax prepare and for the cache of data sets.
 
 A token file has all ids of a corpus in one flat little-endian array; `train.bin` has its sidecar in `train.json`.
-Documents stand one after the other, each followed by the tokenizer's end-of-text id.
+Documents follow one after the other, each ended by the tokenizer's end-of-text id.
 
-The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar. Calls with the same tokenizer share a
-folder, also at the same time. A file appears under its name when it is complete, and is then kept; a call that was
-killed starts over with the others.
+The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar. Calls with the same tokenizer can
+share a folder, even concurrently. A file appears under its name once it is complete, and is then kept; rerunning a
+killed call redoes only the others.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from orthojax.files import make_folder, read_json, require_file, write_atomicall
 
 FORMAT_VERSION = 2
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
-_BPE_SAMPLE_BYTES = 1 << 26  # on disk; of a larger source, a BPE is trained on a part
+_BPE_SAMPLE_BYTES = 1 << 26  # on disk; a BPE is trained on a part of a larger source
 _TEXTS_FOR_THE_RULE = 4096
 _PASSAGE_LENGTHS = (40, 110)  # characters of a passage, uniform
 _THRICE = 0.3  # of the repeated passages
@@ -71,8 +71,8 @@ class TokenFile:
 def write_token_file(path: Path, created_from: dict[str, Any], batches: Iterable[tuple[np.ndarray, int, int]]) -> None:
     """Writes a token file and its sidecar; the .bin file appears when both are complete.
 
-    A batch has the ids of some documents, each with its end-of-text id; the number of the documents; and the bytes of
-    their texts in UTF-8. The other fields of the sidecar, which do not depend on the contents, are given.
+    A batch has the ids of some documents, each with its end-of-text id; the number of documents; and the bytes of their
+    texts in UTF-8. `created_from` has the other fields of the sidecar, which do not depend on the contents.
     """
     dtype = np.dtype(created_from["dtype"]).newbyteorder("<")
 
@@ -101,7 +101,7 @@ def sidecar_path(path: str | Path) -> Path:
 def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     """Opens a token file, after checking that it is what its sidecar describes.
 
-    The sha256 is compared, for which the whole file is read, up to 256 MB; of a larger file without `verify` the size.
+    Up to 256 MB or with `verify`, the sha256 is compared, which reads the whole file; otherwise only the size.
 
     Raises:
       UserError: If the file or its sidecar is missing or damaged, or they do not belong together.
@@ -123,7 +123,7 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     return TokenFile(path, info, np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r"))
 
 
-# What of a document belongs to `train` or to `validation`: (split, document) -> text, '' if nothing does.
+# The part of a document that belongs to `train` or `validation`: (split, document) -> text, '' if none does.
 HoldOut = Callable[[str, Document], str]
 
 
@@ -134,11 +134,11 @@ def hold_out_by_name(split: str, document: Document) -> str:
 
 
 def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
-    """Finds the rule that divides the user's text, wherever the files lie.
+    """Finds the rule that divides the user's text, regardless of where the files are.
 
-    The tenth of the different texts (rounded down) with the smallest sha256 is held out, so that equal texts are on
-    the same side. The first 4,096 determine it to half a percent of the whole; no more are read. With fewer than 20
-    different texts it is the last tenth of the characters of each document.
+    The tenth of the distinct texts (rounded down) with the smallest sha256 is held out, so that equal texts are on the
+    same side. The first 4,096 texts determine it to half a percent of the whole; no more are read. With fewer than 20
+    distinct texts, the last tenth of each document's characters is held out.
 
     >>> hold_out_by_text([])("validation", Document("a", "0123456789" * 2))
     '89'
@@ -164,10 +164,10 @@ def _number(text: str) -> int:
 
 
 def repeat_passages(text: str, share: float) -> str:
-    """Writes a share of the passages of a text, of 40 to 110 characters, twice or, 3 in 10, three times.
+    """Writes a fraction of a text's passages (40 to 110 characters) twice or, 3 in 10 of them, three times.
 
-    A repeated passage follows itself at once, without anything between. The cuts and what is repeated depend on the
-    text alone, so that documents can be read in any order; what a smaller share repeats a larger one repeats as well.
+    A repeated passage follows itself directly. The cuts and the choice of passages depend only on the text, so
+    documents can be read in any order; a larger share repeats everything that a smaller one does.
 
     >>> text = "".join(map(chr, range(33, 133)))
     >>> len(repeat_passages(text, 1.0)) in range(200, 301), repeat_passages(text, 0.0) == text
@@ -193,11 +193,11 @@ class Part:
     name: str  # of the token file, without its suffix
     split: str  # for the sidecar
     source: Source
-    text: Callable[[Document], str]  # what of a document belongs to it; '' if nothing does
+    text: Callable[[Document], str]  # the part of a document that belongs to it; '' if none does
 
 
 def text_parts(paths: Sequence[str] | None, splits: Sequence[str]) -> list[Part]:
-    """Opens splits, `train` and `validation`, or `all`, of text files, or without paths of the embedded corpus."""
+    """Opens splits (`train` and `validation`, or `all`) of text files or, without paths, of the embedded corpus."""
     for split in splits:
         if split not in ("train", "validation", "all"):
             raise UserError(f"there is no split {split!r} of text", allowed="train | validation | all")
@@ -211,7 +211,7 @@ def text_parts(paths: Sequence[str] | None, splits: Sequence[str]) -> list[Part]
 
 
 def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str) -> list[Part]:
-    """Opens splits of a TensorFlow Datasets folder; arguments and errors as `find_tfds` and `open_tfds`."""
+    """Opens splits of a TensorFlow Datasets folder; arguments and errors are as for `find_tfds` and `open_tfds`."""
     folder = find_tfds(data_dir, dataset)
     sources = {split: open_tfds(folder, split, feature) for split in splits}
     return [Part(split.partition("[")[0], split, source, attrgetter("text")) for split, source in sources.items()]
@@ -224,8 +224,8 @@ def prepare(
 
     Args:
       folder: Created if it does not exist.
-      parts: The splits, each with a name of its own. A BPE that is not there yet is trained on the first.
-      tokenizer: As `make_tokenizer`. To bound memory, a document of more than 4 million characters is tokenised in
+      parts: The splits, each with its own name. A BPE that does not exist yet is trained on the first.
+      tokenizer: As for `make_tokenizer`. To bound memory, a document of more than 4 million characters is tokenised in
         pieces that end with a line; only there may its ids differ from those of the whole.
       progress: Called before a BPE is trained, and after every batch.
 
@@ -243,7 +243,7 @@ def prepare(
 
 
 def _token_file(path: Path, part: Part, tokenizer: Tokenizer, report: Progress) -> TokenFile:
-    """Returns the token file of a part: the one that is there, or a new one."""
+    """Returns the token file of a part: the existing one, or a new one."""
     created_from = {
         "format_version": FORMAT_VERSION,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
@@ -279,7 +279,7 @@ def _tokenised(part: Part, tokenizer: Tokenizer, report: Progress) -> Iterator[t
 
 
 def _batches(part: Part) -> Iterator[tuple[list[str], int]]:
-    """Yields texts with a million characters together, and how many bytes of the source are read so far."""
+    """Yields texts of a million characters in total, and how many bytes of the source have been read so far."""
     texts: list[str] = []
     before = characters = 0
     for piece in part.source.files:
@@ -296,7 +296,7 @@ def _batches(part: Part) -> Iterator[tuple[list[str], int]]:
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """Returns the ids of some documents as they stand in a token file."""
+    """Returns the ids of some documents as a token file stores them."""
     pieces = [_cut(text) for text in texts]
     rows = iter(tokenizer.encode_batch([piece for of_text in pieces for piece in of_text]))
     end = np.array([tokenizer.eos_id], np.int32)
@@ -314,7 +314,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _sample(source: Source) -> Iterator[Document]:
-    """Yields the documents that a BPE is trained on: all of 64 MB, or a part from each of at most 64 files."""
+    """Yields the documents that a BPE is trained on: all of up to 64 MB, else a part of each of at most 64 files."""
     is_large = source.n_bytes > _BPE_SAMPLE_BYTES
     files = source.files[:: -(-len(source.files) // 64)] if is_large else source.files
     for piece in files:
@@ -327,7 +327,7 @@ def _sample(source: Source) -> Iterator[Document]:
 
 
 def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | None) -> Tokenizer:
-    """Returns the tokenizer of a folder of token files: the one that is there, or a new one."""
+    """Returns the tokenizer of a folder of token files: the existing one, or a new one."""
     is_bpe = spec.startswith("bpe:")
     if not path.exists():
         texts = filter(None, map(part.text, _sample(part.source))) if is_bpe else ()

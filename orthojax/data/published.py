@@ -1,4 +1,4 @@
-"""GGUF files as text needs them: metadata and tokenizer. What their weights mean is in `orthojax.pretrained`."""
+"""Metadata and tokenizers of GGUF files; `orthojax.pretrained` interprets their weights."""
 
 import functools
 import json
@@ -13,17 +13,17 @@ from orthojax.files import require_file
 
 
 class Gguf(NamedTuple):
-    """The content of a GGUF file, by name; nobody may change it."""
+    """The content of a GGUF file, by name; it must not be changed."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Any]  # those of `gguf.GGUFReader`, whose data are read from the file on use
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Reads the metadata and finds the tensors of a GGUF file, of one that was split by its first part.
+    """Reads the metadata and finds the tensors of a GGUF file; a split file is given by its first part.
 
-    Those of the two files read last are kept, since parsing takes seconds: mostly the words of the tokenizer. A file
-    of which a part was replaced or written again is parsed again.
+    The last two results are cached, since parsing takes seconds, mostly for the words of the tokenizer. A file is
+    parsed again if a part of it was replaced or rewritten.
     """
     require_file(path, "GGUF file")
     parts = [part.stat() for part in _parts(path, int(path.stem[-5:])) if part.exists()] if _is_first(path) else []
@@ -55,7 +55,7 @@ def _is_first(path: Path, count: str = "[0-9]{5}") -> bool:
 
 
 def _parts(path: Path, count: int) -> list[Path]:
-    """Lists the parts of a split file by its first, under the names that llama.cpp gives them."""
+    """Lists the parts of a split file from its first part, by llama.cpp's naming."""
     name = path.name.removesuffix(f"-00001-of-{count:05d}.gguf")
     return [path.with_name(f"{name}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
@@ -73,8 +73,8 @@ def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     return others
 
 
-# The expressions by which text is cut into words before BPE; Llama 3's is that of llama3/llama/tokenizer.py,
-# GPT-4o's that of tiktoken's o200k_base, and `default` that of llama.cpp, which cuts one after the other.
+# The expressions that cut text into words before BPE: Llama 3's comes from llama3/llama/tokenizer.py, GPT-4o's from
+# tiktoken's o200k_base, and `default` from llama.cpp, which applies them one after the other.
 LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -107,20 +107,20 @@ _WORDS = {
     "gpt-4o": _cut(_GPT4O_WORDS),  # of gpt-oss
     "smollm": _cut(r"\p{N}", _GPT2_WORDS),
 }
-# Values of `tokenizer.ggml.token_type`: control tokens, which text does not contain, and words that are one token
-# wherever they stand, such as <think> or runs of spaces; and bytes of what has no token, in sentencepiece models.
+# Values of `tokenizer.ggml.token_type`: control tokens, which text does not contain; words that are always one token,
+# such as <think> or runs of spaces; and, in sentencepiece models, bytes of what has no token.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 
 def gguf_begins_with_bos(path: Path) -> bool:
-    """Tells whether llama.cpp begins texts with the BOS token of a file: as it says, or by its kind of tokenizer."""
+    """Returns whether llama.cpp begins texts with a file's BOS token: as the file says, or by its kind of tokenizer."""
     metadata = open_gguf(path).metadata
     by_kind = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
     return bool(metadata.get("tokenizer.ggml.add_bos_token", by_kind))
 
 
 def gguf_sentencepiece(path: Path) -> bytes | None:
-    """Returns the sentencepiece model in the metadata of a GGUF file, as of Llama 2; None if it has another kind."""
+    """Returns the sentencepiece model in the metadata of a GGUF file, as in Llama 2; None if it has another kind."""
     metadata = open_gguf(path).metadata
     if metadata.get("tokenizer.ggml.model") != "llama":
         return None

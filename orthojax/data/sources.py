@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import nearest_path, require_file
 
-# Left out of the standard library: what is no part of it or no text; what Debian and slim images lack, so that the
+# Left out of the standard library: what is not part of it or not text; what Debian and slim images lack, so that the
 # corpus does not depend on the packaging; generated tables and documentation rather than code.
 DROPPED_FOLDERS = frozenset(
     [
@@ -35,7 +35,7 @@ DROPPED_FOLDERS = frozenset(
 )
 # Written by whoever built or packaged this Python: they hold its paths and settings.
 DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-# What the formats that Hugging Face `datasets` reads are called there.
+# The names in Hugging Face `datasets` of the formats that it reads.
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json", ".txt": "text"}
 _TABLES = (".parquet", ".arrow")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -80,10 +80,10 @@ class Source:
 def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
     """Finds the sources of the running Python's standard library, about 8 MB in 390 files.
 
-    Every .py file that is valid UTF-8, sorted by path, except `DROPPED_FOLDERS` and folders named config-* at any
-    depth, and files whose names start as in `DROPPED_FILES`. The text differs between versions of Python and, slightly,
-    between their packagings; the sha256 identifies it. It is code, so losses on it compare only with each other.
-    `root` may name another folder.
+    They are all .py files that are valid UTF-8, sorted by path, except `DROPPED_FOLDERS` and folders named config-* at
+    any depth, and files whose names start as in `DROPPED_FILES`. The text differs between versions of Python and,
+    slightly, between their packagings; the sha256 identifies it. It is code, so losses on it are comparable only with
+    each other. `root` may name another folder.
 
     Raises:
       UserError: If there are no sources (some minimal images keep only compiled files).
@@ -115,11 +115,11 @@ def text_corpus(paths: Sequence[str | os.PathLike[str]]) -> Source:
 
     Args:
       paths: Files, folders and patterns, as `find_files` takes them; or addresses of files, folders and patterns on any
-        file system that fsspec knows, hf:// first of all.
+        file system that fsspec knows, such as hf://.
 
     Raises:
-      UserError: If there is no path, one is missing or unreadable, or addresses and paths are mixed. What is wrong with
-        the contents is raised when they are read.
+      UserError: If there is no path, one is missing or unreadable, or addresses and paths are mixed. Errors in the
+        contents are raised when they are read.
     """
     remote = ["://" in str(path) for path in paths]
     if any(remote):
@@ -134,8 +134,8 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
     """Lists names and paths of text files, with folders and patterns expanded.
 
     Args:
-      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or if there are tables
-        (.parquet, .arrow) those alone; patterns such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a
+      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or only the tables
+        (.parquet, .arrow) if there are any; patterns such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a
         folder is named by its path there, others by their last part.
     """
     found: list[tuple[str, Path]] = []
@@ -175,7 +175,7 @@ def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
 
 
 def _of_addresses(addresses: Sequence[str]) -> Source:
-    """Opens files that are not on disk; the sha256 covers their names and what tells that one has changed."""
+    """Opens files that are not on disk; the sha256 covers their names and signs of a change."""
     _hugging_face(addresses[0])
     import fsspec  # type: ignore[import-not-found]  # which `datasets` brings
 
@@ -234,7 +234,7 @@ def _stream(name: str, path: str) -> Iterator[tuple[Document, int]]:
 
 
 def _hugging_face(what: str) -> Any:
-    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # or it would tell the hub of every file on disk
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # else it reports every file on disk to the hub
     with needing(what, "datasets"):
         import datasets  # type: ignore[import-not-found]
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # errors are raised; it would print them as well
@@ -242,12 +242,12 @@ def _hugging_face(what: str) -> Any:
 
 
 def _format(path: PurePath) -> str:
-    """Returns the suffix without that of the compression."""
+    """Returns the suffix without the compression's."""
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
 def _listed(names: Sequence[str], paths: Sequence[str]) -> str:
-    """Returns the names of up to four files; of more their number, kind and folders: '1,200 .py files in 3 folders'."""
+    """Returns the names of up to four files; else their number, kind and folders: '1,200 .py files in 3 folders'."""
     if len(names) <= 4:
         return ", ".join(names)
     kinds = {PurePosixPath(name).suffix for name in names}
@@ -279,7 +279,7 @@ def _text_of_json(line: bytes, where: str) -> str:
 
 
 def find_tfds(data_dir: Path, dataset: str) -> Path:
-    """Finds the folder of a data set NAME, NAME/CONFIG or either with :VERSION, by default the highest there is."""
+    """Finds the folder of a data set NAME, NAME/CONFIG or either with :VERSION, by default the highest version."""
     found: dict[str, list[str]] = {}
     for depth in ("*/*", "*/*/*"):
         for path in data_dir.glob(f"{depth}/dataset_info.json"):

@@ -1,6 +1,6 @@
 """Text to ids and back: bytes, byte-level BPE trained on the corpus, or a published tokenizer by its path.
 
-| what | begins a row, where asked | follows every document |
+| what | begins a row, if asked | follows every document |
 |---|---|---|
 | `bytes` | 256 | 257 |
 | `bpe:N` | <|bos|> | <|eos|> |
@@ -34,7 +34,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 _FORMATS = "a tokenizer.json, GPT-2's vocab.json, a sentencepiece .model"
 _PATHS = f"the path of {_FORMATS}, or of a folder with one"
 ALLOWED = f"bytes | bpe:N (N ids, at least 260, trained on the corpus) | {_PATHS}"
-# Usual names of the two in published tokenizers, by precedence.
+# Usual EOS and BOS names in published tokenizers, by precedence.
 _EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 _BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos_id": 256, "eos_id": 257})
@@ -44,14 +44,14 @@ _BYTES_FILE = json.dumps({"orthojax_tokenizer": "bytes", "vocab_size": 258, "bos
 class Tokenizer(abc.ABC):
     """Encodes text as ids below `vocab_size`, and decodes them."""
 
-    spec: str  # the name under which it was asked for: `bytes`, `bpe:N` or a file name
+    spec: str  # the requested name: `bytes`, `bpe:N` or a file name
     vocab_size: int  # one more than the largest id
     bos_id: int  # starts a row if rows start with one; `eos_id` if the tokenizer has only that
     eos_id: int  # follows every document
     serialized: str = dataclasses.field(repr=False)  # content of the file that `save` writes
     # The `tokenizers.Tokenizer` or `sentencepiece.SentencePieceProcessor`.
     backend: Any = dataclasses.field(default=None, compare=False, repr=False)
-    stop_ids: tuple[int, ...] = ()  # what else ends generation, in models that say so
+    stop_ids: tuple[int, ...] = ()  # other ids that end generation, if the model declares any
 
     @property
     def ends(self) -> frozenset[int]:
@@ -78,11 +78,11 @@ class Tokenizer(abc.ABC):
         return {}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised in it."""
+        """Returns the ids of every text, int32 [length]; special tokens are neither added nor recognised."""
         return self._encode(list(texts))
 
     def encode_special(self, text: str) -> np.ndarray:
-        """Returns the ids of a text, int32 [length], in which names of special tokens stand for them."""
+        """Returns the ids of a text, int32 [length]; names of special tokens in it stand for these tokens."""
         special = self.special_tokens
         names = sorted(map(re.escape, special), key=len, reverse=True)
         parts = re.split(f"({'|'.join(names)})", text) if names else [text]
@@ -135,7 +135,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.backend.decode(ids, skip_special_tokens=True)
 
     def encode_special(self, text: str) -> np.ndarray:
-        """As of `Tokenizer`, with what the file says of spaces around special tokens."""
+        """As in `Tokenizer`, with the file's rules for spaces around special tokens."""
         self.backend.encode_special_tokens = False
         try:
             return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
@@ -182,7 +182,7 @@ def tokenizer_identity(spec: str) -> str:
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Makes the tokenizer that a config names: `bytes`, `bpe:N`, trained on the texts, or as `load_tokenizer`.
+    """Makes the tokenizer that a config names: `bytes`, `bpe:N` (trained on the texts), or as `load_tokenizer`.
 
     Raises:
       UserError: For an unknown name or a bad file, or if the texts are too short for the BPE.
@@ -201,7 +201,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     texts give equal ids.
 
     Raises:
-      UserError: If there are fewer or more different ids in this text.
+      UserError: If this text yields fewer or more distinct ids.
     """
     import tokenizers as hf
 
@@ -226,7 +226,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
     Args:
       path: A tokenizer.json; GPT-2's vocab.json, beside its merges.txt; a sentencepiece .model; a .gguf file; a folder
         with one of them; or the name of a model that `orthojax.places.locate` finds.
-      spec: What the tokenizer calls itself; None takes the file's name.
+      spec: The tokenizer's name; None takes the file's name.
 
     Raises:
       UserError: If the file is missing, is not a tokenizer, or has no end-of-text token under a usual name.
@@ -254,10 +254,10 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 
 
 def from_json(text: str, spec: str, where: str) -> Tokenizer:
-    """Makes a tokenizer that calls itself `spec` from the text of a tokenizer.json, which came from `where`.
+    """Makes a tokenizer named `spec` from the text of a tokenizer.json, which came from `where`.
 
     Raises:
-      UserError: If it is no tokenizer, or has no end-of-text token under a usual name.
+      UserError: If it is not a tokenizer, or has no end-of-text token under a usual name.
     """
     import tokenizers as hf
 
@@ -276,7 +276,7 @@ def from_json(text: str, spec: str, where: str) -> Tokenizer:
 
 @contextlib.contextmanager
 def _said_by_the_package(problem: str, allowed: str = _FORMATS) -> Iterator[None]:
-    """Names what a package could not do: `tokenizers` raises bare Exception, and if it panics not even that."""
+    """Raises a package's failure as UserError: `tokenizers` raises bare Exception, and if it panics not even that."""
     try:
         yield
     except (KeyboardInterrupt, MemoryError, SystemExit):
@@ -327,7 +327,7 @@ def _bpe_size(spec: str) -> int:
 
 
 def _files(spec: str) -> list[Path]:
-    """Lists the files that a path means: one, or GPT-2's two."""
+    """Lists the files that a path stands for: one, or GPT-2's two."""
     path = Path(spec)
     if not os.path.lexists(path):
         with contextlib.suppress(UserError):  # which says what is missing of a model, not of a tokenizer
@@ -355,8 +355,8 @@ def _files(spec: str) -> list[Path]:
 def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     """Gives a tokenizer the BOS token and the end tokens that a published model, a .gguf file or a folder, declares.
 
-    Names alone do not say them: OPT begins with `</s>`, SmolLM2-Instruct and Llama 3 Instruct end with tokens of their
-    own. What follows a document, `eos_id`, stays as it is.
+    Names do not determine them: OPT begins with `</s>`, SmolLM2-Instruct and Llama 3 Instruct end with their own
+    tokens. `eos_id`, which follows a document, stays as it is.
     """
     if path.suffix == ".gguf":
         metadata = open_gguf(path).metadata
@@ -376,11 +376,11 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
 
 
 def begins_with_bos(path: Path) -> bool:
-    """Tells whether a published model was trained on texts that begin with its BOS token.
+    """Returns whether a published model was trained on texts that begin with its BOS token.
 
-    `add_bos_token` of tokenizer_config.json or of a .gguf file says so; if it is missing, the post-processor of
-    tokenizer.json, by the special token that it puts first, or the kind of tokenizer, as Llama's sentencepiece model
-    begins with it by default.
+    `add_bos_token` of tokenizer_config.json or of a .gguf file decides; if it is missing, whether the post-processor of
+    tokenizer.json puts a special token first, or the kind of tokenizer, since Llama's sentencepiece model begins with
+    BOS by default.
     """
     if path.suffix == ".gguf":
         return gguf_begins_with_bos(path)
@@ -394,7 +394,7 @@ def begins_with_bos(path: Path) -> bool:
 
 
 def _puts_special_token_first(post_processor: Any) -> bool:
-    """Tells this of a `TemplateProcessing`, alone or in a sequence of processors."""
+    """Returns whether a `TemplateProcessing`, by itself or in a sequence, puts a special token first."""
     if not isinstance(post_processor, dict):
         return False
     if post_processor.get("type") == "Sequence":
@@ -410,7 +410,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _id(tokenizer: Tokenizer, value: Any) -> int | None:
-    """Returns the id of a declaration (an id, a token, or a token with its properties) that the tokenizer has."""
+    """Returns the tokenizer's id for a declaration (an id, a token, or a token with its properties), else None."""
     if isinstance(value, dict):
         value = value.get("content")
     if isinstance(value, str):

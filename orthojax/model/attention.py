@@ -56,8 +56,8 @@ class Attention(Part):
             query = rotary(query, query_positions, **turned)
             key = rotary(key, key_positions, **turned)
         if self.round_kv is not None:
-            # As a cache of this format would give them back. Rounding by token commutes with writing to slots, so that
-            # ours, which keeps keys before rotation, may hold float ones.
+            # As a cache of this format would return them. Rounding by token commutes with writing to slots, so our
+            # cache, which keeps keys before rotation, may hold float ones.
             key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
@@ -135,13 +135,13 @@ class Attention(Part):
         gram = jnp.einsum("NHD,NGD->NHG", kernel, kernel)
         vectors = vectors.astype(gram.dtype)
         squared = jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors)
-        positive = squared > 0  # the square root has no derivative at 0, where a head is scaled away
+        positive = squared > 0  # the square root has no derivative at 0, as for a head that is scaled away
         return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0)), 0.0)
 
     def _logits_and_weights(
         self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
     ) -> tuple[jax.Array, jax.Array]:
-        # `attention_weights` in its two parts, so that both taps share the logits, in gradients too.
+        # `attention_weights` in its two parts, so that both taps share the logits, also in gradients.
         c = self.config
         logits = attention_logits(query, key, scale=_scales(c, self.layer)[1], logits_soft_cap=c.attention_soft_cap)
         biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
@@ -149,11 +149,11 @@ class Attention(Part):
 
 
 class LatentAttention(Attention):
-    r"""Multi-head latent attention of DeepSeek-V2: `Attention` that makes queries, keys and values another way.
+    r"""Multi-head latent attention of DeepSeek-V2: `Attention` that makes queries, keys and values in another way.
 
     With the latent :math:`c = \mathrm{norm}(W_{DKV} x)` of all heads, head h has the value :math:`W_{UV}^h c` and the
-    key :math:`[W_{KR} x ; W_{UK}^h c]`, of which the first part, that of all heads, is rotated. Its queries are linear
-    in x, or in a normed latent of their own. Whole keys and values are computed, as published for training.
+    key :math:`[W_{KR} x ; W_{UK}^h c]`, whose first part, shared by all heads, is rotated. Its queries are linear in x,
+    or in their own normed latent. Whole keys and values are computed, as published for training.
 
     Reference:
       DeepSeek-V2, `arXiv 2405.04434 <https://arxiv.org/abs/2405.04434>`_, 2024, section 2.1.
@@ -180,12 +180,13 @@ class LatentAttention(Attention):
 def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
     r"""Computes the gated values of value-state gated attention, :math:`\sigma(g_j^h) v_j^h` for head h and position j.
 
-    A head can then ignore what it attends to without a drained value: where the gate is closed, so is the gradient of
-    the value. The cache and `Taps.values` have the gated values.
+    A head can then ignore what it attends to without a drained value: a closed gate also stops the gradient of the
+    value. The cache and `Taps.values` have the gated values.
 
-    Definition here: one gate for each key-value head, :math:`g_j = W_g [v_j^1, ..., v_j^K]`, inside of the sum over
-    keys, as in the paper's derivation (Eq. 4 and 6), read in a summary. By that its appendix multiplies the output of a
-    head by the gate of the query's own values instead; bias and initial values of the gate were not verified.
+    Definition here: one gate for each key-value head, :math:`g_j = W_g [v_j^1, ..., v_j^K]`, inside the sum over keys,
+    as in the paper's derivation (Eq. 4 and 6), which was read in a summary. According to that summary, the
+    appendix instead multiplies the output of a head by the gate of the query's own values; bias and initial values of
+    the gate were not verified.
 
     Args:
       value: [B, T, K, d_value].
@@ -200,7 +201,7 @@ def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
 def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None, layer: int = 0) -> jax.Array:
     """Returns the mask [1, 1, T, T] of the keys that each query of a layer sees.
 
-    With the lengths `prefix` [B] of the rows' prefixes, for a model with such a mask, it is [B, 1, T, T].
+    Given `prefix` [B], the lengths of the rows' prefixes, for a model with such a mask, it is [B, 1, T, T].
     """
     if config.attention_mask == "full":
         return jnp.ones((1, 1, length, length), bool)
@@ -214,8 +215,8 @@ def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = 
 def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:
     """Returns the frequencies of a layer, [R/2].
 
-    Where they depend on the length of the text, it ends with the last of these positions [T]. What a cache has of
-    earlier tokens was computed when it was shorter: past the original length, results are not those of one pass.
+    If they depend on the length of the text, the text ends with the last of these positions [T]. What a cache holds of
+    earlier tokens was computed for a shorter text: past the original length, results differ from those of one pass.
     """
     channels, (theta, rope) = config.rotary_channels, config.layer_rope(layer)
     plain = rotary_frequencies(channels, theta)

@@ -1,11 +1,11 @@
 """The keys and values of earlier tokens: a plain tree of arrays, an argument and a result of `Transformer`.
 
-A cache is a ring: when it is full, a new token takes the place of the oldest, except that the first `sinks` tokens
-stay (Efficient Streaming Language Models with Attention Sinks, `arXiv 2309.17453 <https://arxiv.org/abs/2309.17453>`_).
+A cache is a ring: when it is full, a new token takes the place of the oldest, except that the first `sinks` tokens stay
+(Efficient Streaming Language Models with Attention Sinks, `arXiv 2309.17453 <https://arxiv.org/abs/2309.17453>`_).
 Rotary positions then count tokens of the cache, not of the text, so the position of a key changes with every token.
-Hence keys are always kept as they are before rotation, and rotated when they are read: one form for all caches, whose
-angles stay small however long the text is. It costs a rotation of S keys in each call, as little as their products.
-Learned positions are part of what a block reads, so a key keeps the one at which its token was read.
+Hence keys are always stored before rotation, and rotated when they are read: one form for all caches, whose angles stay
+small however long the text is. This costs a rotation of S keys in each call, as little as their products. Learned
+positions are part of what a block reads, so a key keeps the position at which its token was read.
 
 Letters: L layers, B batch, T tokens of a call, S slots, K key-value heads, H head width.
 """
@@ -27,12 +27,12 @@ _BY_HEAD_AND_LAYER = {"head_scale", "attention_scale", "mlp_scale"}  # intervent
 class KVCache(NamedTuple):
     """Keys and values of the tokens that a model has read.
 
-    `cache._replace(length=n)` forgets the tokens from the n-th on, as long as none has taken the place of another.
+    `cache._replace(length=n)` forgets the tokens from the n-th on, as long as none has overwritten another.
     """
 
     keys: jax.Array  # [L, B, S, K, H], before rotary positions
     values: jax.Array  # [L, B, S, K, H], H being the width of values if that differs
-    length: jax.Array  # int32 []: how many tokens were read, those that have left the cache included
+    length: jax.Array  # int32 []: how many tokens were read, including those that have left the cache
     sinks: jax.Array  # int32 []: how many first tokens stay when the cache is full, fewer than S
 
     @property
@@ -106,12 +106,12 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
     """Assigns slots to (B, T) tokens that follow those of a cache, and computes what they then see.
 
     Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot
-    sinks + (p - sinks) mod R. Positions are those among the tokens that are left. Masks compare positions, so a window
-    of the model's own counts tokens of the cache as well.
+    sinks + (p - sinks) mod R. Positions count only the tokens that are left. Masks compare positions, so the model's
+    own window also counts tokens of the cache.
 
     Raises:
-      ValueError: For a cache of another model or batch, more tokens than slots, several tokens where they would
-        overwrite those that they see (outside of jit, where the length is known), or interventions by position.
+      ValueError: For a cache of another model or batch, more tokens than slots, several tokens if they would overwrite
+        those that they see (outside jit, where the length is known), or interventions by position.
     """
     batch, length = shape
     expected = _shapes(config, batch, cache.size)
@@ -132,7 +132,7 @@ def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Int
     ring, slot = size - sinks, jnp.arange(size, dtype=jnp.int32)
     new = cache.length + jnp.arange(length, dtype=jnp.int32)
     write = jnp.where(new < sinks, new, sinks + (new - sinks) % ring)
-    # The last token of those that have the slot; before the sinks where none has.
+    # The last token of those that have the slot; before the sinks if none has.
     newest = total - 1 - (total - 1 - slot) % ring
     token = jnp.where(slot < sinks, slot, newest)
     filled = (token < total) & ((slot < sinks) | (token >= sinks))

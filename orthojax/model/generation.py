@@ -24,10 +24,11 @@ _SIZES = 64  # caches have a multiple of this many slots, so that prompts of sim
 def generate(
     loaded: LoadedModel, prompt_ids: ArrayLike | Sequence[Sequence[int]], steps: int, **options: Any
 ) -> np.ndarray:
-    """Writes tokens after a prompt: those of `stream`, which has the same arguments, as int32 [steps] or [B, steps].
+    """Generates tokens after a prompt, as `stream` does with the same arguments: int32 [steps] or [B, steps].
 
     Prompts of different lengths, a list of lists or of arrays, are continued in one batch: all rows begin at position
-    0, and those with a longer prompt read on while others write. Each row gets what it gets alone, up to rounding.
+    0, and those with a longer prompt keep reading while others generate. Each row gets what it would get by itself, up
+    to rounding.
     """
     given: Any = prompt_ids
     if not isinstance(given, list | tuple) or len({np.shape(row) for row in given}) < 2:
@@ -62,7 +63,7 @@ def stream(
     window: int | None = None,
     sinks: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Writes tokens after a prompt, each as soon as it is there; arguments are checked before the first is asked for.
+    """Generates tokens after a prompt, one by one; arguments are checked before the first token is requested.
 
     Args:
       loaded: The model.
@@ -71,17 +72,17 @@ def stream(
       temperature: Divides the logits; 0 takes the largest one (the first of several).
       top_p: Draws from the fewest most probable tokens that together have this probability, in (0, 1] (nucleus
         sampling, arXiv 1904.09751).
-      seed: Of the draws: token t of row b depends on (seed, b, t) and the row alone.
-      window: How many latest tokens the model sees; None means all. Positions then are those among the tokens that
+      seed: Seed of the draws: token t of row b depends only on (seed, b, t) and the row.
+      window: How many of the latest tokens the model sees; None means all. Positions then count only the tokens that
         are left (StreamingLLM, arXiv 2309.17453).
-      sinks: How many first tokens it sees besides.
+      sinks: How many of the first tokens it sees as well.
 
     Returns:
       An iterator of int32 [] or [B].
 
     Raises:
-      ValueError: For tokens that the model does not have, other values outside of their ranges, more tokens than
-        learned positions, or fewer than `relaxed_causal_tokens`.
+      ValueError: For tokens that the model does not have, other values outside their ranges, more tokens than learned
+        positions, or fewer than `relaxed_causal_tokens`.
     """
     check_options(steps, temperature, top_p, seed, window, sinks)
     prompt = _token_ids(loaded, prompt_ids)
@@ -107,7 +108,7 @@ _LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite
 def check_options(
     steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
 ) -> None:
-    """Refuses values that no model allows; arguments as for `stream`."""
+    """Refuses values that no model allows; arguments are as for `stream`."""
     warm = f"{_LEAST_TEMPERATURE:g} or more and finite; or 0, which takes the most probable token"
     is_warm = temperature == 0 or _LEAST_TEMPERATURE <= temperature < math.inf
     for name, value, allowed, is_allowed in (
@@ -125,15 +126,16 @@ def check_options(
 def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None = None, sinks: int = 0) -> np.ndarray:
     """Computes the negative log likelihood of each token of a long text, read one by one through a rolling cache.
 
-    Softmax models lose their predictions as soon as the first tokens leave the window, and keep them with some as
-    sinks: StreamingLLM, arXiv 2309.17453, Table 1. Tokens are int [T + 1] or [B, T + 1], of which the first is only
-    read; `window` and `sinks` are those of `stream`.
+    The predictions of softmax models fail as soon as the first tokens leave the window, and hold with some of them as
+    sinks: StreamingLLM, arXiv 2309.17453, Table 1. Tokens are int [T + 1] or [B, T + 1]; the first is only read;
+    `window` and `sinks` are those of `stream`.
 
     Returns:
       float32 [T] or [B, T], in nats.
 
     Raises:
-      ValueError: As `stream`; for a model whose first tokens see each other, and so the tokens that they predict.
+      ValueError: As for `stream`; also for a model whose first tokens see each other, and so the tokens that they
+        predict.
     """
     check_options(1, window=window, sinks=sinks)
     ids = _token_ids(loaded, tokens, fewest=2)
@@ -145,9 +147,9 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
 
 
 def sampling_logits(logits: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:
-    """Computes logits [..., V] of the distribution that tokens are drawn from: -inf outside of the nucleus.
+    """Computes logits [..., V] of the distribution that tokens are drawn from: -inf outside the nucleus.
 
-    Of equally probable tokens those with the lower ids come first.
+    Among equally probable tokens, lower ids come first.
     """
     logits = logits / temperature
     order = jnp.argsort(-logits, axis=-1, stable=True)
@@ -196,7 +198,7 @@ def _written(
     seed: int,
     lengths: np.ndarray | None = None,
 ) -> Iterator[jax.Array]:
-    """Yields the columns [B] after the shortest prompt; `lengths` are those of prompts that fill their rows in part."""
+    """Yields the columns [B] after the shortest prompt; `lengths` are those of prompts that only partly fill rows."""
     model, params = loaded.model, loaded.params
     lengths = np.full(len(prompt), prompt.shape[1]) if lengths is None else lengths
     shortest, last = int(min(lengths)), int(max(lengths)) + steps
@@ -243,7 +245,7 @@ def _read(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache) ->
 def _draw(
     logits: jax.Array, key: jax.Array, steps: jax.Array, temperature: float, top_p: float, *, cut: bool
 ) -> jax.Array:
-    """Draws one token for each row of logits [B, V], with a key of its own for its step, of `steps` [B]."""
+    """Draws one token for each row of logits [B, V], with a separate key for its step in `steps` [B]."""
     logits = sampling_logits(logits, temperature, top_p) if cut else logits / temperature
     keys = jax.vmap(partial(jax.random.fold_in, key))(steps)
     keys = jax.vmap(jax.random.fold_in)(keys, jnp.arange(len(logits)))

@@ -20,7 +20,7 @@ class Taps(NamedTuple):
     attention_logits: jax.Array  # [B, N, T, S] float32, scaled and capped, before bias and mask
     attention_weights: jax.Array  # [B, N, T, S] float32
     visible: jax.Array  # [1 or B, 1, T, S] bool: which keys each query sees; none in a layer without attention
-    keys: jax.Array  # [B, S, K, H], rotated where positions are
+    keys: jax.Array  # [B, S, K, H], rotated if positions are
     values: jax.Array  # [B, S, K, d_value]
     value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
     head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes, before `attention_scale`
@@ -35,37 +35,37 @@ Observe = Callable[[Taps], Any]
 
 
 class Interventions(NamedTuple):
-    """Changes of a forward pass, an argument of `Transformer` and of `analysis.measure`. None leaves a thing as it is.
+    """Changes to a forward pass, an argument of `Transformer` and of `analysis.measure`. None changes nothing.
 
     Arrays rather than hooks: they are traced, so one compiled program serves every layer and head, and gradients pass
-    through them. Each axis but the layers' may be 1, and then stands for all. Taps show what the intervention makes of
-    the activations. A share s in [0, 1] replaces x by (1 - s) x + s y.
+    through them. Each axis except the layers' may have length 1, which then stands for all. Taps show the activations
+    after the intervention. A share s in [0, 1] replaces x by (1 - s) x + s y.
 
     Attributes:
-      head_scale: [L, N]. Factor of each head's output; 0 is the model without these rows of its output kernel.
-      attention_scale: [L]. Factor of what attention adds to the residual stream, its bias included.
-      mlp_scale: [L]. The same for the MLP.
+      head_scale: [L, N]. Factor of each head's output; 0 acts as if the head's rows of the output kernel were removed.
+      attention_scale: [L]. Factor of what attention adds to the residual stream, bias included.
+      mlp_scale: [L]. Factor of what the MLP adds to the residual stream, bias included.
       first_value_scale: [L, K]. Factor of the value vectors of position 0.
       first_attention_scale: [L]. Factor of what attention adds at position 0.
-      first_mlp_scale: [L]. The same for the MLP.
+      first_mlp_scale: [L]. Factor of what the MLP adds at position 0.
       attention_bias: Added to the scaled logits before the normalizer; a large negative number hides a key: [T, S] or
-        [B, T, S] for all layers and heads, or [L, B, N, T, S]. `Taps.attention_weights` show it, `attention_logits`
-        are from before it, as from before the mask, so that means over keys keep their sense.
-        Kernels that add no bias (cuDNN's adds one, splash none) give way to plain XLA, or refuse if named; so do all
-        if the model caps its logits, since the cap is not for the bias.
+        [B, T, S] for all layers and heads, or [L, B, N, T, S]. `Taps.attention_weights` include it; `attention_logits`
+        come before it and before the mask, so means over keys stay meaningful. Kernels that add no bias (cuDNN's adds
+        one, splash none) give way to plain XLA, or refuse if named; so do all kernels if the model caps its logits,
+        since the cap must not apply to the bias.
       forced_weights: Attention weights to use instead of the model's: [T, S] or [B, T, S] for all layers and heads, or
-        [L, B, N, T, S], as `Taps.attention_weights` of another run come. Used as they are: neither masked nor
-        normalised. `attention_pattern` has some.
-      forced_share: [L, N] or, by query, [L, N, T]. Where they replace the model's, which costs the whole matrix of
-        weights; all other fields but `attention_bias` leave fused attention kernels in use.
+        [L, B, N, T, S], like `Taps.attention_weights` of another run. They are neither masked nor normalised.
+        `attention_pattern` makes some.
+      forced_share: [L, N] or, by query, [L, N, T]. Share with which forced weights replace the model's, which costs the
+        whole matrix of weights; all other fields except `attention_bias` keep fused attention kernels in use.
       attention_output: [L, B, T, D]. Replaces what attention adds to the residual stream, after all scales.
-      attention_output_share: [L], [L, T] or [L, B, T]. Where it does.
-      mlp_output: [L, B, T, D]. The same for the MLP.
-      mlp_output_share: [L], [L, T] or [L, B, T].
-      residual: [L, B, T, D]. The residual stream after a block.
-      residual_share: [L], [L, T] or [L, B, T].
+      attention_output_share: [L], [L, T] or [L, B, T]. Share of that replacement.
+      mlp_output: [L, B, T, D]. Replaces what the MLP adds, after all scales.
+      mlp_output_share: [L], [L, T] or [L, B, T]. Share of that replacement.
+      residual: [L, B, T, D]. Replaces the residual stream after a block.
+      residual_share: [L], [L, T] or [L, B, T]. Share of that replacement.
 
-    Without head 2 of layer 1, and then every head in turn, all with one compilation:
+    To remove head 2 of layer 1, and then every head in turn, all with one compilation:
 
     >>> scale = jnp.ones((2, 4)).at[1, 2].set(0.0)
     >>> without_one_head = Interventions(head_scale=scale)
@@ -125,7 +125,7 @@ def split_layers(
     """Checks interventions; splits them into arrays [L, ...] by layer, and those [B or 1, 1, T, S] that layers share.
 
     Raises:
-      ValueError: For a shape that is not allowed, or one of two fields that belong together.
+      ValueError: For a shape that is not allowed, or only one of two fields that belong together.
     """
     given = Interventions() if interventions is None else interventions
     c, arrays = config, {}
@@ -171,7 +171,7 @@ def scale_first(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def force_weights(weights: jax.Array, given: Interventions) -> jax.Array:
-    """Puts forced attention weights in the place of those [B, N, T, S] of the model."""
+    """Replaces the model's attention weights [B, N, T, S] by the forced ones."""
     if given.forced_weights is None or given.forced_share is None:
         return weights
     share = given.forced_share

@@ -37,7 +37,7 @@ def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -
 
 
 class Linear(nn.Module):
-    """The one linear layer: every kernel of the model but the embeddings passes through `function`."""
+    """The one linear layer: every kernel of the model except the embeddings passes through `function`."""
 
     features: int
     use_bias: bool
@@ -73,7 +73,7 @@ class Part(nn.Module):
     linear: LinearFunction
 
     def dense(self, name: str, features: int, *, use_bias: bool | None = None, writes_residual: bool = False) -> Linear:
-        """Makes a linear layer of this part, called `name`; None for its bias means that of the config."""
+        """Makes a linear layer of this part, called `name`; `use_bias=None` takes the config's."""
         c, init = self.config, kernel_initializer(self.config, writes_residual=writes_residual)
         bias = c.has_bias if use_bias is None else use_bias
         return Linear(features, bias, init, jnp.dtype(c.dtype), self.linear, name=name)
@@ -111,9 +111,9 @@ class NormGate(Part):
 
     A model can then rescale its channels token by token without an outlier in the stream that a norm divides by.
 
-    Definition here: on the norms before attention and MLP (or wherever `block` puts them) and the final one, not on
-    those of queries, keys and latents; without biases, kernels start as all others. The equation was read in code that
-    names the paper.
+    Definition here: gates are on the norms before attention and MLP (or wherever `block` puts them) and on the final
+    one, not on those of queries, keys and latents; they have no biases, and their kernels are initialised like all
+    others. The equation was read in code that names the paper.
 
     Reference:
       A Unified View of Attention and Residual Sinks, `arXiv 2601.22966 <https://arxiv.org/abs/2601.22966>`_, 2026.
@@ -151,15 +151,15 @@ _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
 def _recomputed(activation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """On a GPU, keeps only the arguments of an activation for the backward pass, which computes it again.
 
-    Memory is what takes time there, and GELU alone, without what it would keep, can be a part of the product before it.
+    Memory traffic takes the time there, and a GELU that keeps nothing else can be fused into the product before it.
     """
     return jax.checkpoint(activation) if jax.default_backend() == "gpu" else activation
 
 
 class Feedforward(Part):
-    """The MLP of one block, or a part of it; `width` is that of its hidden units, None that of the config.
+    """The MLP of one block, or a part of it; `width` is the number of hidden units, None the config's.
 
-    With `hidden_bias` these have biases and the output has none, whatever the config says.
+    With `hidden_bias` the hidden units have biases and the output has none, regardless of the config.
     """
 
     kind: Mlp
@@ -181,13 +181,14 @@ class Feedforward(Part):
 
 
 class Experts(Part):
-    """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2, and of others.
+    """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2 and others.
 
-    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), f gated MLPs, w the softmax probabilities of the chosen. It is
-    for measuring: every expert is computed for every token, as one wide MLP whose hidden units are multiplied by w, so
-    that it costs E / per_token times what a grouped product would. Gradients reach the router through the chosen
-    probabilities alone; there is no auxiliary loss for balance. The hidden units of expert e are the e-th of E equal
-    parts of those of `experts`; quantised, all experts have one scale for an output channel of `experts/output`.
+    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), with f gated MLPs and w the softmax probabilities of the chosen
+    experts. The implementation is for measuring: every expert is computed for every token, as one wide MLP whose hidden
+    units are multiplied by w, so it costs E / per_token times what a grouped product would. Gradients reach the router
+    only through the chosen probabilities; there is no auxiliary loss for balance. The hidden units of expert e are the
+    e-th of E equal parts of the hidden units of `experts`; when quantised, all experts share one scale per output
+    channel of `experts/output`.
 
     Reference:
       DeepSeekMoE, `arXiv 2401.06066 <https://arxiv.org/abs/2401.06066>`_, 2024; DeepSeek-V2,
@@ -215,8 +216,8 @@ class Experts(Part):
 def _routing(logits: jax.Array, experts: ExpertsConfig) -> jax.Array:
     """Computes the weights of routed experts: softmax of the router's logits times `scale`, 0 for those not chosen.
 
-    Chosen are the `per_token` likeliest, with groups from the `groups_per_token` groups whose likeliest expert is
-    likeliest. Weights sum to 1 before that factor only with `normalize`. Logits and weights are [..., E].
+    The `per_token` likeliest experts are chosen, with groups only from the `groups_per_token` groups whose likeliest
+    expert is likeliest. Before that factor, weights sum to 1 only with `normalize`. Logits and weights are [..., E].
     """
     scores = jax.nn.softmax(logits, axis=-1)
     if experts.groups_per_token < experts.groups:

@@ -18,13 +18,13 @@ Params = dict[str, Any]
 
 
 class LoadedModel(NamedTuple):
-    """A model that is ready to be applied and measured, be it a run, a checkpoint or an imported model."""
+    """A model that is ready to be applied and measured: from a run, a checkpoint or an import."""
 
     model: "Transformer"  # of `config.model`; `_replace` it for one with quantised linear layers
     params: Any  # as `init` returns them under "params"
     config: Config  # of the run that trained it
     tokenizer: Any | None  # the meaning of its token ids; None if that is not known
-    source: Path  # the folder of the checkpoint's step, or the file or folder of a model that others trained
+    source: Path  # the folder of the checkpoint's step, or the file or folder of a published model
 
 
 def unstack_layers(params: Params) -> Params:
@@ -43,15 +43,15 @@ def stack_layers(params: Params) -> Params:
 
 
 def fold_embedding_projection(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
-    """Multiplies the products of `ModelConfig.embedding_projection` into the token table and the head.
+    """Multiplies the matrices of `ModelConfig.embedding_projection` into the token table and the head.
 
-    The logits stay as they are. Tied embeddings come apart, since the two products differ.
+    The logits do not change. Tied embeddings become untied, since the two matrices differ.
 
     Returns:
       The parameters of the plain model, and its config.
 
     Raises:
-      UserError: For a model without these products.
+      UserError: For a model without these matrices.
     """
     if not config.embedding_projection:
         raise UserError("model.embedding_projection=False: nothing to fold", allowed="a model that has it")

@@ -1,7 +1,7 @@
 """Families and sizes: `gpt2`, `llama2` and `bigram_backcopy` as values of `ModelConfig`.
 
-All are stock. What the paper changes (RMSNormSingle, no biases, softmax-1) is a change of these values:
-`gpt2("130m", norm="rmsnorm_single", use_bias=False, normalizer="softmax1")`.
+All are stock. The paper's changes (RMSNormSingle, no biases, softmax-1) are changes to these values: `gpt2("130m",
+norm="rmsnorm_single", use_bias=False, normalizer="softmax1")`.
 """
 
 import dataclasses
@@ -33,7 +33,8 @@ _BIGRAM_BACKCOPY = ModelConfig(
     scan_layers=False,  # so that layers may differ, as in several of its experiments
 )
 
-# Sizes of From Attention to Activation (arXiv 2410.17174); it names widths and parameter counts, the rest is usual.
+# Sizes of From Attention to Activation (arXiv 2410.17174); the paper gives widths and parameter counts, the rest is
+# usual.
 _GPT2_SIZES = {
     "tiny": {"num_layers": 4, "d_model": 128, "num_heads": 4, "d_mlp": 512, "vocab_size": 2048},
     "60m": {"num_layers": 12, "d_model": 512, "num_heads": 8, "d_mlp": 2048},
@@ -82,7 +83,7 @@ def llama2(size: str, **changes: Any) -> ModelConfig:
 
     Args:
       size: "tiny" | "130m".
-      **changes: As of `gpt2`.
+      **changes: As for `gpt2`.
     """
     return _preset("llama2", _LLAMA2, _LLAMA2_SIZES, size, changes)
 
@@ -91,8 +92,8 @@ def bigram_backcopy(num_layers: int = 1, **changes: Any) -> ModelConfig:
     """Makes the transformer of Active-Dormant Attention Heads on Bigram-Backcopy, at its published size.
 
     67 token ids, 256 positions, width 256, one head, ReLU MLPs of 1,024, LayerNorm with gain and bias, no other biases,
-    an output head of its own; kernels uniform on +-1/sqrt(fan_in), embeddings N(0, 1). The paper has 1 and 3 layers.
-    Changes, as of `gpt2`, may differ by layer.
+    an untied output head; kernels uniform on +-1/sqrt(fan_in), embeddings N(0, 1). The paper has 1 and 3 layers.
+    Changes, as for `gpt2`, may differ by layer.
 
     Reference:
       Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024, and its code.

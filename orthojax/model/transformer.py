@@ -99,7 +99,7 @@ class Block(nn.Module):
         return x, self.observe(seen)
 
     def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: str) -> jax.Array:
-        """Applies the norm of a part if a place of it is `at`: its input, its output, or the sum with the stream."""
+        """Applies the norm of a part if it has one at `at`: its input, its output, or the sum with the stream."""
         c = self.config
         places = {"post_norm": ["sum"], "output_norm": ["output"], "sandwich_norm": ["input", "output"]}
         there = at in places.get(c.block, ["input"]) and c.layer_norm(part, self.layer)
@@ -124,9 +124,9 @@ class Block(nn.Module):
 def to_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
     """Computes Q^T x along the last axis, with the fixed orthogonal matrix Q of one part (`fixed_rotation`).
 
-    The alternative to OrthoAdam that its authors name and do not take (From Attention to Activation, section 4.2):
-    "make Q part of the model parameters that are kept fixed during training". Adam on such a model is OrthoAdam (axes
-    `writers`) on the plain one, seen in other coordinates. The part is named by its kernel and layer.
+    This is the alternative to OrthoAdam that its authors mention but do not use (From Attention to Activation, section
+    4.2): "make Q part of the model parameters that are kept fixed during training". Adam on such a model is OrthoAdam
+    (axes `writers`) on the plain one, seen in other coordinates. The part is named by its kernel and layer.
     """
     return _signs(x, name, layer) * fixed_transform(x, x.ndim - 1, transpose=True)
 
@@ -137,13 +137,13 @@ def from_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
 
 
 def _signs(x: jax.Array, name: str, layer: int) -> jax.Array:
-    # The key and the name are those of OrthoAdam with seed 0, so that the two can be compared run by run.
+    # The key and the name are as in OrthoAdam with seed 0, so that the two can be compared run by run.
     signs = hash_signs(zlib.crc32(f"{name}:{x.shape[-1]}:1".encode()), (layer,), x.shape[-1])
     return jnp.asarray(signs.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def _remat_policy(remat: Remat) -> Callable[..., Any] | None:
-    """Chooses what of a block is saved for the backward pass; None saves nothing."""
+    """Chooses what a block saves for the backward pass; None saves nothing."""
     policies = jax.checkpoint_policies
     attention = policies.save_only_these_names(ATTENTION_NAME)  # so that a fused kernel runs once
     if remat == "dots":
@@ -159,8 +159,8 @@ class Transformer(nn.Module):
       linear: The function of linear layers; `orthojax.quant` has others.
       linear_head: Whether `linear` also computes the logits of tied embeddings, from the transposed token table under
         the path `head`; those of an untied head always pass through it.
-      round_kv: What attention applies to keys and to values [B, S, K, H], normed and rotated, before it reads them:
-        the rounding of a cache (`orthojax.quant.rounded_model`).
+      round_kv: Function that attention applies to keys and to values [B, S, K, H], normed and rotated, before it reads
+        them: the rounding of a cache (`orthojax.quant.rounded_model`).
     """
 
     config: ModelConfig
@@ -182,20 +182,20 @@ class Transformer(nn.Module):
 
         Args:
           tokens: int [B, T].
-          interventions: What to do otherwise, as arrays by layer and head.
+          interventions: What to change, as arrays by layer and head.
           observe: Called once in every block; its leaves come back stacked along a leading layer axis.
           head: False leaves out the last product, so that the caller can compute it in chunks.
-          cache: Of the tokens before these, from `init_cache`: logits are then those of the longer sequence, except
-            that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. If a
-            call would need more slots than are left, it takes one token.
+          cache: Cache of the tokens before these, from `init_cache`: logits are then those of the longer sequence,
+            except that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. A
+            call that would need more slots than are left takes one token.
 
         Returns:
-          Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache where one is given.
-          Without the head, what it is applied to: the final hidden states [B, T, D] in `config.dtype`.
+          Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache if one is given.
+          Without the head, its input: the final hidden states [B, T, D] in `config.dtype`.
 
         Raises:
-          ValueError: For sequences longer than `max_length` if positions are learned, interventions whose shapes
-            do not fit, or a cache that does not, see `orthojax.model.cache.plan`, or with `observe`.
+          ValueError: For sequences longer than `max_length` if positions are learned, interventions whose shapes do not
+            fit, a cache that does not fit (see `orthojax.model.cache.plan`), or a cache with `observe`.
         """
         c = self.config
         if cache is not None and observe is not None:
@@ -248,7 +248,7 @@ class Transformer(nn.Module):
     def head_kernel(self, params: Any) -> tuple[jax.Array, int] | None:
         """Returns the kernel that maps final hidden states to logits, and the axis of the vocabulary in it.
 
-        That is (token table [V, D], 0) or (head [D, V], 1), float32; None where the logits are no plain product:
+        That is (token table [V, D], 0) or (head [D, V], 1), float32; None if the logits are not a plain product:
         another `linear` may quantise the head, by statistics of all positions, and logits may be capped.
         """
         if self.config.final_soft_cap is not None:
@@ -297,7 +297,7 @@ class Transformer(nn.Module):
 
 
 def prefix_lengths(tokens: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns how many tokens of each row [B, T] see each other, [B]: up to the first of the last id, or one.
+    """Returns how many tokens of each row [B, T] see each other, [B]: up to the first with the last id, or one.
 
     >>> prefix_lengths(jnp.array([[3, 9, 4, 9], [1, 2, 3, 4]]), ModelConfig(vocab_size=10)).tolist()
     [2, 1]
@@ -330,10 +330,10 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Counts the floating-point operations of one training step for each token, forward and backward.
 
-    They are, at sequence length T, 6 for each parameter that takes part in a matrix product (the token table once, as
-    the head; the position table, norm scales and biases never), and 6 T times the widths of keys and of values of all
-    heads in every layer that attends for the products with them; causality does not count as a saving. All experts
-    count, as all are computed.
+    At sequence length T, that is 6 for each parameter of a matrix product (the token table once, as the head; the
+    position table, norm scales and biases never), plus 6 T times the widths of the keys and values of all heads, for
+    the products with them, in every layer with attention; causality does not count as a saving. All experts count, as
+    all are computed.
     """
     c = config
     leaves = jax.tree_util.tree_leaves_with_path(parameter_shapes(c))

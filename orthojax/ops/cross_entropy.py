@@ -26,7 +26,7 @@ _LOGITS_BYTES_ELSEWHERE = 2**29
 def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Computes -log softmax(logits)[target] for every position, in nats.
 
-    Logits [..., V] and integer targets [...] give [...], float32 at least; a target outside of 0..V - 1 gives NaN.
+    Logits [..., V] and integer targets [...] give [...], at least float32; a target outside 0..V - 1 gives NaN.
 
     >>> import jax.numpy as jnp
     >>> round(float(cross_entropy_nats(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)  # ln 4
@@ -35,17 +35,17 @@ def cross_entropy_nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     logits = at_least_float32(logits)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - target
-    known = targets.astype(jnp.uint32) < logits.shape[-1]  # as an index -1 is the last one, of unsigned types too
+    known = targets.astype(jnp.uint32) < logits.shape[-1]  # as an index, -1 is the last one, in unsigned types as well
     return jnp.where(known, nats, jnp.nan)
 
 
 def positions_at_once(B: int, T: int, V: int, asked: int | None = None, dtype: DTypeLike = jnp.float32) -> int:
-    """Returns how many positions of every sequence have logits at a time: T if there is no need for chunks.
+    """Returns how many positions of every sequence have logits at a time: T if no chunks are needed.
 
-    As many as `asked`, at most T; by default as many as take 256 MB of logits on a CPU or 512 MB on another device, at
-    least one, or somewhat fewer if all chunks are then equally long. `dtype` is that of the logits. On the Auto axes of
-    the current mesh (`jax.set_mesh`) sequences are over "data" and "fsdp" and the vocabulary is over "tensor", if they
-    divide.
+    It is `asked`, but at most T; by default as many as fit in 256 MB of logits on a CPU or 512 MB on another device, at
+    least one, or somewhat fewer if that makes all chunks equally long. `dtype` is the dtype of the logits. On the Auto
+    axes of the current mesh (`jax.set_mesh`), sequences are split over "data" and "fsdp" and the vocabulary over
+    "tensor", if they divide.
 
     >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
     (64, 3)
@@ -58,7 +58,7 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None, dtype: D
     row = logits * jnp.dtype(dtype).itemsize
     most = _LOGITS_BYTES.get(jax.default_backend(), _LOGITS_BYTES_ELSEWHERE) // max(row, 1)
     chunks = max(-(-T // max(most, 1)), 1)
-    # Chunks of equal size compute nothing twice, those of nearly equal size little.
+    # Chunks of equal size compute nothing twice, chunks of nearly equal size little.
     chunks = next((more for more in range(chunks, 2 * chunks) if T % more == 0), chunks)
     return max(-(-T // chunks), 1)
 
@@ -97,23 +97,23 @@ def chunked_cross_entropy_sum_nats(
 ) -> jax.Array:
     """Computes sum_bt weights[b, t] (logsumexp(x[b, t] W) - (x[b, t] W)[targets[b, t]]), in nats.
 
-    The weighted sum of `cross_entropy_nats` of the logits x W, in the memory of one chunk's logits. When
-    differentiated, the forward pass computes the gradients of x, W and weights along with the loss, chunk by chunk, as
-    the backward pass only multiplies them with one number: the product x W is computed once. Only first derivatives in
-    reverse mode exist.
+    This is the weighted sum of `cross_entropy_nats` over the logits x W, in the memory of one chunk's logits. When
+    differentiated, the forward pass computes the gradients of x, W and weights along with the loss, chunk by chunk,
+    since the backward pass only multiplies them by one number: the product x W is computed once. Only first derivatives
+    in reverse mode are supported.
 
     On the Auto axes "data" and "fsdp" of the current mesh (`jax.set_mesh`) every device processes its own sequences: W
     is gathered once, its gradient summed over devices once, and x stays where it is.
 
     Args:
-      hidden: x, [B, T, D]; the products have operands of its dtype and sums in at least float32.
+      hidden: x, [B, T, D]; products have operands of its dtype and are summed in at least float32.
       kernel: W, [D, V], or [V, D] with `vocab_axis=0`, as an embedding table is; its gradient is summed in float32.
-      targets: int [B, T]; one outside of 0..V - 1 makes the loss NaN, unless its weight is 0, when it counts nothing.
+      targets: int [B, T]; one outside 0..V - 1 makes the loss NaN, unless its weight is 0, in which case it is ignored.
       weights: [B, T] or [1, T].
       positions: Positions of every sequence whose logits are materialised at a time.
       vocab_axis: The axis of V in the kernel.
-      logits_dtype: Dtype to which logits are rounded, by default at least float32. Their sums and everything that is
-        computed from them is at least float32 all the same; bfloat16 logits take half the memory and time.
+      logits_dtype: Dtype to which logits are rounded, by default at least float32. Their sums and everything computed
+        from them are still at least float32; bfloat16 logits take half the memory and time.
 
     Returns:
       A scalar, at least float32; ValueError for fewer than one position.
@@ -128,7 +128,7 @@ def chunked_cross_entropy_sum_nats(
     dtype = wide_dtype(hidden)
     weights = jnp.broadcast_to(weights.astype(dtype), targets.shape)
     if jnp.iinfo(targets.dtype).bits < 32:
-        targets = targets.astype(jnp.int32)  # they are compared with every id, which may not fit into theirs
+        targets = targets.astype(jnp.int32)  # they are compared with every id, which may not fit in their dtype
     operands = varying_alike((hidden, kernel, targets, weights))  # within a shard_map of the caller
     return _loss(_Settings(min(positions, targets.shape[1]), vocab_axis, logits_dtype), *operands)
 
@@ -185,7 +185,7 @@ def _chunk_by_chunk(settings: _Settings, with_gradients: bool, hidden, kernel, t
         return gradients(hidden, targets, weights)
 
     def chunk(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The last chunk begins early enough to be full; what an earlier one has done counts nothing there.
+        # The last chunk begins early enough to be full; positions that an earlier one has done do not count there.
         start = jnp.minimum(i * positions, T - positions)
         x, target, weight = (lax.dynamic_slice_in_dim(a, start, positions, 1) for a in (hidden, targets, weights))
         new = (start + jnp.arange(positions) >= i * positions)[None]
@@ -227,7 +227,7 @@ def _loss_and_gradients(settings: _Settings, with_gradients: bool, kernel, x, ta
 
 
 def _statistics(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes log sum exp of logits [B, T, V], [B, T, 1], and the logits of the targets, [B, T]."""
+    """Computes from logits [B, T, V] their log sum exp, [B, T, 1], and the logits of the targets, [B, T]."""
     return (_in_one_pass if jax.default_backend() == "gpu" else _in_three_passes)(logits, is_target)
 
 
@@ -238,7 +238,7 @@ def _in_three_passes(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array
 
 
 def _in_one_pass(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # For a GPU, where memory is what takes time: every reduction reads all logits, so the three are one.
+    # For a GPU, where memory traffic takes the time: every reduction reads all logits, so the three are fused.
     def join(a: Any, b: Any) -> tuple[jax.Array, ...]:
         (top, total, target), (other_top, other_total, other_target) = a, b
         is_first = top >= other_top
@@ -253,7 +253,7 @@ def _in_one_pass(logits: jax.Array, is_target: jax.Array) -> tuple[jax.Array, ja
 
 
 def perplexity(loss_nats: float) -> float:
-    """Computes exp of a loss; e^700 if that is beyond the range of a float, as quantisation can ruin a model.
+    """Computes exp of a loss; e^700 if that is beyond the range of a float, as for a model ruined by quantisation.
 
     >>> perplexity(0.0), perplexity(1e6) == math.exp(700.0), perplexity(math.nan)
     (1.0, True, nan)

@@ -1,8 +1,8 @@
 """Normalizers: from attention logits to weights.
 
 Every normalizer has the arguments of `jax.nn.softmax`: logits, axis and where, as `softmax1` describes them. Weights
-have the shape and dtype of the logits (float32 for integers). A row that keeps nothing has weights of exactly zero,
-except for `softmax`, which keeps its meaning in `jax.nn`. Only softmax has rows that always sum to 1.
+have the shape and dtype of the logits (float32 for integers). A row whose keys are all masked has weights of exactly
+zero, except with `softmax`, which behaves as in `jax.nn`. Only softmax has rows that always sum to 1.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from orthojax.ops.statistics import at_least_float32
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSoftmax:
-    """The normalizer `clipped_softmax` with its two numbers; ValueError outside the paper's ranges or if infinite."""
+    """The normalizer `clipped_softmax` with its parameters; ValueError outside the paper's ranges or if infinite."""
 
     gamma: float = -0.025  # <= 0; if less, small weights become exactly 0. Usually about -10 / (number of keys)
     zeta: float = 1.0  # >= 1; if more, large weights become exactly 1
@@ -81,7 +81,7 @@ def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
       where: Mask that broadcasts against `logits`, ValueError if not boolean; entries that are False get weight 0.
 
     Returns:
-      Weights, shape and dtype of `logits`; each row sums to less than 1. Only they are saved for the derivative.
+      Weights, shape and dtype of `logits`; each row sums to less than 1. Only the weights are saved for the derivative.
 
     Reference:
       From Attention to Activation, `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_, 2024, Eq. 1.
@@ -115,8 +115,8 @@ def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: Axis = -1, where
 def softmax(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes exp(x_i) / sum_j exp(x_j), as `jax.nn.softmax`, in at least float32; the rest is as for `softmax1`.
 
-    As in `jax.nn.dot_product_attention` a masked logit becomes the dtype's lowest number, so a row that keeps nothing
-    spreads its weight evenly over all keys.
+    As in `jax.nn.dot_product_attention`, a masked logit becomes the dtype's lowest number, so a row whose keys are all
+    masked spreads its weight evenly over all keys.
 
     Reference:
       Attention Is All You Need, `arXiv 1706.03762 <https://arxiv.org/abs/1706.03762>`_, 2017, Eq. 1.
@@ -134,11 +134,11 @@ def clipped_softmax(
     axis: Axis = -1,
     where: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta], cut to [0, 1].
+    """Computes clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta], clipped to [0, 1].
 
-    A head can give weight 0 to a key, or 1, with finite logits, and has no gradient if its weight is cut. The paper
-    takes gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128. ValueError for numbers
-    outside the ranges of `ClippedSoftmax`; other arguments and the result are as for `softmax1`.
+    A head can give a key weight 0 or 1 with finite logits; a clipped weight has no gradient. The paper uses
+    gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128. ValueError for numbers outside
+    the ranges of `ClippedSoftmax`; other arguments and the result are as for `softmax1`.
 
     Reference:
       Quantizable Transformers, `arXiv 2306.12929 <https://arxiv.org/abs/2306.12929>`_, 2023.
@@ -153,9 +153,9 @@ def clipped_softmax(
 
 
 def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
-    """Computes max(x_i, 0) / (number of visible keys), which are the True entries of `where` along `axis`.
+    """Computes max(x_i, 0) / (number of visible keys), the True entries of `where` along `axis`.
 
-    Arguments and result as for `softmax1`.
+    Arguments and result are as for `softmax1`.
 
     Reference:
       Active-Dormant Attention Heads, `arXiv 2410.13835 <https://arxiv.org/abs/2410.13835>`_, 2024.
@@ -170,14 +170,14 @@ def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
 def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes x_i Phi(x_i) / (number of visible keys), with the normal distribution function Phi, not its tanh form.
 
-    Arguments and result as for `softmax1`; weights may be negative, down to -0.17 / visible.
+    Arguments and result are as for `softmax1`; weights may be negative, down to -0.17 / visible.
 
     Reference:
-      GELU, `arXiv 1606.08415 <https://arxiv.org/abs/1606.08415>`_, 2016, in the place of the ReLU of `relu`.
+      GELU, `arXiv 1606.08415 <https://arxiv.org/abs/1606.08415>`_, 2016, in place of the ReLU of `relu`.
     """
     x = at_least_float32(logits)
-    x = x if where is None else jnp.where(_boolean(where), x, 0.0)  # its derivative at a masked infinity is no number
-    x = jnp.maximum(x, -40.0)  # Phi is 0 there even in float64, and -inf times it no number
+    x = x if where is None else jnp.where(_boolean(where), x, 0.0)  # its derivative at a masked infinity is NaN
+    x = jnp.maximum(x, -40.0)  # Phi is 0 there even in float64, and -inf times it is NaN
     return _as_dtype_of(logits, _by_visible_keys(jax.nn.gelu(x, approximate=False), axis, where))
 
 
@@ -196,7 +196,7 @@ def _by_visible_keys(x: jax.Array, axis: Axis, where: jax.Array | None) -> jax.A
 def sigmoid(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
     """Computes 1 / (1 + exp(-x_i)) for each key by itself, with no normalisation over keys.
 
-    Arguments and result as for `softmax1`; `axis` has no effect.
+    Arguments and result are as for `softmax1`; `axis` has no effect.
 
     Reference:
       When Attention Sink Emerges in Language Models, `arXiv 2410.10781 <https://arxiv.org/abs/2410.10781>`_, 2024
@@ -211,10 +211,10 @@ def softpick(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
     r"""Computes softpick, :math:`\max(e^{x_i} - 1, 0) / (\sum_j |e^{x_j} - 1| + \epsilon)`, :math:`\epsilon = 10^{-8}`.
 
     Keys with logits up to 0 have no weight, but count in the denominator, so a row may sum to anything from 0 to 1.
-    Arguments and result as for `softmax1`; weights are correct for any finite logits, and -inf hides a key.
+    Arguments and result are as for `softmax1`; weights are correct for any finite logits, and -inf hides a key.
 
     Reference:
-      Softpick, `arXiv 2504.20966 <https://arxiv.org/abs/2504.20966>`_, 2025; the epsilon is that of its code.
+      Softpick, `arXiv 2504.20966 <https://arxiv.org/abs/2504.20966>`_, 2025; the epsilon comes from its code.
 
     >>> import jax.numpy as jnp
     >>> [round(float(w), 4) for w in softpick(jnp.log(jnp.array([3.0, 2.0, 0.5])))]
@@ -231,15 +231,15 @@ def softpick(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
 
 
 # Softmax with a sink in its denominator. Logits are float32 or float64, -inf for a hidden key; a sink of -inf is none.
-# The derivative rules save the output alone, and the sink's weight if the sink has a derivative.
+# The derivative rules save only the output, and the sink's weight if the sink has a derivative.
 
 
 def _with_sink(logits: jax.Array, axis: Axis, sink: jax.Array | float) -> tuple[jax.Array, jax.Array]:
     """Computes the weights of the logits and of the sink, the latter with length 1 along the axis."""
     # The sink takes part in the shift: exp(sink - shift) can then neither overflow, however negative the logits are,
-    # nor vanish together with all other terms. So one term of the total is exp(0) and the total at least 1, except
-    # where nothing is kept and there is no sink: the two bounds turn only that 0 / 0 into 0. They are maxima because
-    # XLA for CPU makes one loop of all these lines; a `where` would cost two more passes over the weights.
+    # nor vanish together with all other terms. So one term of the total is exp(0) and the total at least 1, except if
+    # all keys are masked and there is no sink: the two bounds turn only that 0 / 0 into 0. They are maxima because XLA
+    # for CPU makes one loop of all these lines; a `where` would cost two more passes over the weights.
     lowest = float(jnp.finfo(logits.dtype).min)
     bound = max(sink, lowest) if isinstance(sink, float) else jnp.maximum(sink, lowest)
     shift = jnp.maximum(jnp.max(logits, axis, keepdims=True, initial=-jnp.inf), bound)
@@ -250,15 +250,15 @@ def _with_sink(logits: jax.Array, axis: Axis, sink: jax.Array | float) -> tuple[
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _softmax_with_sink_array(logits: jax.Array, axis: Axis, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes exp(x_i) / (exp(sink) + sum_j exp(x_j)), and the same of the sink, which broadcasts to the logits."""
+    """Computes exp(x_i) / (exp(sink) + sum_j exp(x_j)), and the weight of the sink, which broadcasts to the logits."""
     return _with_sink(logits, axis, sink)
 
 
 @_softmax_with_sink_array.defjvp
 def _(axis, primals, tangents):
     # d y = y (t - sum_j y_j t_j - y_sink t_sink), the sink's weight among the y: only the outputs are needed, so only
-    # they are saved. Automatic differentiation would save the shifted exponentials and their sum as well; and were
-    # y_sink taken as 1 - sum_j y_j, nothing of a small one would be left.
+    # they are saved. Automatic differentiation would save the shifted exponentials and their sum as well; and computing
+    # y_sink as 1 - sum_j y_j would lose a small one.
     logits, sink = primals
     t, t_sink = tangents
     y, y_sink = _softmax_with_sink_array(logits, axis, sink)
@@ -268,7 +268,7 @@ def _(axis, primals, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _softmax_with_constant(logits: jax.Array, axis: Axis, n: float) -> jax.Array:
-    """Computes exp(x_i) / (n + sum_j exp(x_j)): a sink that is no parameter, whose derivative costs nothing."""
+    """Computes exp(x_i) / (n + sum_j exp(x_j)): a sink that is not a parameter, whose derivative costs nothing."""
     return _with_sink(logits, axis, math.log(n) if n else -math.inf)[0]
 
 
@@ -320,7 +320,7 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
 def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     """Returns the logit a of a normalizer exp(x_i) / (exp(a) + sum_j exp(x_j)), which fused kernels can compute.
 
-    None for a normalizer that has no such form.
+    Returns None for a normalizer without this form.
 
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)

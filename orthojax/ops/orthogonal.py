@@ -1,7 +1,7 @@
 """Orthogonal maps along one axis of an array: fast fixed transforms, hashed signs, Haar matrices.
 
 The fixed transforms store no matrix: an orthonormal Hadamard (or cosine) transform is applied as two small factors, and
-made unique by random signs which are a hash of a key, hence part of the program rather than state.
+made unique by random signs that are a hash of a key, hence part of the program rather than state.
 """
 
 import functools
@@ -22,7 +22,7 @@ FixedKind = Literal["hadamard", "dct"]
 _MAX_FACTOR = 128
 # On accelerators; see `fixed_transform`.
 _MAX_DENSE = 1024
-# On a CPU: rows of a matrix that is a sum of slices, and of one that is a single product of rows.
+# On a CPU: rows of a matrix that is applied as a sum of slices, and of one applied as a single product of rows.
 _MAX_SUMMED = 16
 _MAX_PRODUCT = 96
 
@@ -72,9 +72,9 @@ def hash_permutations(key: int, layers: Sequence[int], n: int) -> np.ndarray:
 def haar(seed: Sequence[int], n: int) -> np.ndarray:
     """Draws a matrix from the Haar (uniform) distribution on the orthogonal group, on the host.
 
-    QR of a Gaussian matrix, with the signs chosen such that R has a positive diagonal: without that choice the result
-    is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups, 2007).
-    Equal seeds (integers >= 0) give equal matrices: float64 [n, n], with max |Q^T Q - I| below 1e-12.
+    Takes the QR decomposition of a Gaussian matrix, with signs such that R has a positive diagonal: otherwise the
+    result is orthogonal but not uniform (Mezzadri, How to generate random matrices from the classical compact groups,
+    2007). Equal seeds (integers >= 0) give equal matrices: float64 [n, n], with max |Q^T Q - I| below 1e-12.
     """
     q, r = np.linalg.qr(np.random.default_rng(list(seed)).standard_normal((n, n)))
     return q * np.where(np.diagonal(r) < 0, -1.0, 1.0)
@@ -84,9 +84,10 @@ def haar(seed: Sequence[int], n: int) -> np.ndarray:
 def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
     """Returns the factors into which the transform of size n is split.
 
-    (n,) up to 128; else two factors of at most 128: the pair that has the largest Hadamard part, then one whose first
-    factor is a power of two from 16 on, then the most equal, then the one whose second factor is larger; () if there is
-    no pair (a prime factor over 128, or n over 16,384) or the kind is `dct`, and a cosine transform is used.
+    They are (n,) up to 128, else two factors of at most 128: the pair with the largest Hadamard part; among those, one
+    whose first factor is a power of two of at least 16, then the most equal pair, then the one with the larger second
+    factor. If there is no pair (a prime factor over 128, or n over 16,384) or the kind is `dct`, they are () and a
+    cosine transform is used.
 
     >>> factor_sizes(64), factor_sizes(768), factor_sizes(1000), factor_sizes(4099)
     ((64,), (32, 24), (25, 40), ())
@@ -102,7 +103,7 @@ def factor_sizes(n: int, kind: FixedKind = "hadamard") -> tuple[int, ...]:
     def preference(pair: tuple[int, int]) -> tuple[int, bool, int, int]:
         first, second = pair
         hadamard_part = math.prod(size for size in pair if hadamard_matrix(size) is not None)
-        # Such a first factor is all butterflies on a CPU. Of another one, there is a copy for each row of a last axis.
+        # Such a first factor is all butterflies on a CPU. Any other is copied for each row of a last axis.
         return hadamard_part, first >= 16 and first.bit_count() == 1, min(pair), second
 
     return max(pairs, key=preference)
@@ -176,7 +177,7 @@ def _on_accelerator(
     return y if signs is None or not transpose else y * signs.astype(x.dtype)
 
 
-# On a CPU the passes over the array count. A factor of few rows is a sum that XLA fuses with the signs, a larger one is
+# On a CPU, passes over the array dominate. A factor of few rows is a sum that XLA fuses with the signs, a larger one is
 # a product. Neither moves an axis.
 
 
@@ -188,7 +189,7 @@ def _on_cpu(
     parts = [part.T if transpose else part for part in parts]
     y = _split(x, parts, axis)
     if signs is not None:
-        # A quotient is computed once: what XLA takes for cheap, such as a hash, it computes again for each element.
+        # A quotient is computed once: XLA recomputes what it takes for cheap, such as a hash, for each element.
         signs = 1 / _split(signs, parts, axis).astype(x.dtype)
     return (_rotate_rows if is_last else _rotate_inner)(y, signs, parts, axis, transpose).reshape(x.shape)
 
@@ -196,7 +197,7 @@ def _on_cpu(
 def _rotate_rows(
     y: jax.Array, signs: jax.Array | None, parts: Sequence[np.ndarray], axis: int, transpose: bool
 ) -> jax.Array:
-    """Transforms contiguous rows, split into the axes from `axis` on: sums of slices, and one product at last."""
+    """Transforms contiguous rows, split into the axes from `axis` on, as sums of slices and one final product."""
     before, after = (None, signs) if transpose else (signs, None)
     for i, part in enumerate(parts[:-1]):
         if len(part) <= _MAX_SUMMED:
@@ -208,7 +209,7 @@ def _rotate_rows(
 
 
 def _sum_of_slices(y: jax.Array, signs: jax.Array | None, matrix: np.ndarray, axis: int) -> jax.Array:
-    """Multiplies an axis that is not the last by a small matrix after the signs."""
+    """Multiplies an axis other than the last by the signs, then by a small matrix."""
     columns = matrix.T.reshape(len(matrix), *[1] * axis, len(matrix), *[1] * (y.ndim - axis - 1))
     terms = []
     for k, column in enumerate(columns):
@@ -220,7 +221,7 @@ def _sum_of_slices(y: jax.Array, signs: jax.Array | None, matrix: np.ndarray, ax
 def _rotate_inner(
     y: jax.Array, signs: jax.Array | None, parts: Sequence[np.ndarray], axis: int, transpose: bool
 ) -> jax.Array:
-    """Transforms the axes `axis` and `axis + 1`, behind which there are others, by two products."""
+    """Transforms the axes `axis` and `axis + 1`, which are not the last, by two products."""
     outer, inner = (_constant(part, y) for part in parts)
     before, after = (None, signs) if transpose else (signs, None)
     if signs is not None and math.prod(signs.shape[axis + 2 :]) == 1:  # they scale columns or rows of the matrices
@@ -281,23 +282,23 @@ def fixed_transform(
 ) -> jax.Array:
     """Applies a fixed orthonormal transform F, or its transpose (which is its inverse), along one axis.
 
-    `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) if Hadamard factors exist (up to 16,384: each power of
-    two, 12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine
-    transform. F is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is
-    decided when the program is lowered. On a CPU, where passes over the array cost more than arithmetic, factors of up
-    to 16 rows of the last axis are sums of slices, which XLA fuses with the signs, before one product of up to 96 rows;
-    other axes take two products, which the signs are part of. Others: one dense matrix up to n = 1,024, because 2 n
-    FLOP per element take no longer than reading it; above, the two factors.
+    `hadamard`: every entry of F is +1/sqrt(n) or -1/sqrt(n) if Hadamard factors exist (up to 16,384: each power of two,
+    12 * 2**k, 20 * 2**k and many more); other sizes are a Hadamard times a cosine transform, or a cosine transform. F
+    is the Kronecker product of the matrices of `factor_sizes`, on every platform; how it is computed is decided when
+    the program is lowered. On a CPU, where passes over the array cost more than arithmetic, factors of up to 16 rows of
+    the last axis are sums of slices, which XLA fuses with the signs, before one product of up to 96 rows; other axes
+    take two products, which the signs are part of. Other platforms use one dense matrix up to n = 1,024, because 2 n
+    FLOP per element take no longer than reading it, and the two factors above.
 
     Args:
       x: A float array [..., n, ...].
       axis: The transformed axis, >= 0.
       kind: `dct` is the orthonormal DCT-II for every n.
       transpose: Apply F^T.
-      signs: Of +1 and -1, broadcast against x: the result is F (signs * x), or signs * (F^T x).
+      signs: +1 and -1, broadcast against x: the result is F (signs * x), or signs * (F^T x).
 
     Raises:
-      ValueError: For another kind, an axis that x has not, or x of another dtype.
+      ValueError: For another kind, an axis that x does not have, or x of another dtype.
 
     >>> x = jnp.array([1.0, 0.0, 0.0, 0.0])
     >>> print(fixed_transform(x, 0))
@@ -349,8 +350,8 @@ def _paley(n: int) -> np.ndarray | None:
 def hadamard_matrix(n: int) -> np.ndarray | None:
     """Returns a Hadamard matrix of order n, int8 [n, n] with entries +1 and -1 and orthogonal rows, or None.
 
-    Sylvester's doubling of orders 1 and of Paley's 12, 20, 28, 36, 44, ...: every power of two, 12 * 2**k, 20 * 2**k.
-    None if these constructions give none.
+    Uses Sylvester's doubling of order 1 and of Paley's 12, 20, 28, 36, 44, ...: every power of two, 12 * 2**k,
+    20 * 2**k. None if these constructions give no matrix.
 
     >>> hadamard_matrix(4)
     array([[ 1,  1,  1,  1],

@@ -17,7 +17,7 @@ def kernel_product(
     """Computes the product of the last axis of `x` with one axis of a kernel: x @ kernel, or x @ kernel.T.
 
     On a CPU the leading axes of `x` become one: with several, the gradient of the kernel sums over all of them, and XLA
-    transposes large arrays first. With Explicit mesh axes they stay as they are.
+    transposes large arrays first. With Explicit mesh axes, the leading axes stay as they are.
 
     Args:
       x: [..., in].
@@ -53,14 +53,14 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def is_head(path: str) -> bool:
-    """Tells by its path if a linear layer is the output head, in a module of one's own as well (`lm/head`)."""
+    """Returns whether a linear layer is the output head, by its path, also inside another module (`lm/head`)."""
     return path.rpartition("/")[2] == "head"
 
 
 def varying_alike(arrays: Any) -> Any:
     """Casts arrays within `shard_map` to types that vary over the same mesh axes, as loops and derivatives require.
 
-    The transpose of the cast sums the gradient of what the devices share. Outside of a `shard_map`, or in one without
+    The transpose of the cast sums the gradient of what the devices share. Outside a `shard_map`, or in one without
     these types (`check_vma=False`), arrays stay as they are.
     """
 

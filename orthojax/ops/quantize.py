@@ -44,7 +44,7 @@ def _wide(x: ArrayLike) -> jax.Array:
 
 
 def _within(values: jax.Array, dtype: Any) -> jax.Array:
-    """Clips to a dtype: a grid with an exact 0 may reach half a step beyond its values, and so beyond all numbers."""
+    """Clips to a dtype: a grid with an exact 0 may reach half a step beyond its values, and so beyond the range."""
     limit = jnp.asarray(jnp.finfo(dtype).max, values.dtype)
     return jnp.clip(values, -limit, limit)
 
@@ -56,7 +56,7 @@ def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
     0 (Dettmers et al. 2022 as used by From Attention to Activation, arXiv 2410.17174, section 5.2).
 
     |y - x| <= step / 2 (plus the rounding of the dtype), absmax(-x) = -absmax(x), and absmax(absmax(x)) = absmax(x) to
-    the bit (in half precision up to 8 bits). A slice of zeros is returned as it is; a slice with a not-finite value
+    the bit (in half precision up to 8 bits). A slice of zeros is returned as it is; a slice with a non-finite value
     becomes nan.
 
     Args:
@@ -84,11 +84,11 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
 
     step = (max x - min x) / (2^bits - 1), z = round(min x / step) and y = k step with the integer k = round(x / step)
     clipped to z .. z + 2^bits - 1; the stored number is k - z (Dettmers et al. 2022 as used by From Attention to
-    Activation, arXiv 2410.17174, section 5.2). Definition: zeropoint is not clamped to contain 0, so values that all
-    have one sign use all 2^bits levels. A 0 between min and max is exact, because z is an integer.
+    Activation, arXiv 2410.17174, section 5.2). Definition: zeropoint is not clamped to contain 0, so values of one sign
+    use all 2^bits levels. A 0 between min and max is exact, because z is an integer.
 
     |y - x| <= step / 2 (plus the rounding of the dtype), and quantising twice changes nothing beyond that rounding. A
-    constant slice is returned as it is; a slice with a not-finite value becomes nan.
+    constant slice is returned as it is; a slice with a non-finite value becomes nan.
 
     Arguments and result are as for `absmax`.
 
@@ -143,18 +143,18 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
     """Rounds to the 8-bit float E4M3FN: the largest absolute value becomes 448, the format's largest.
 
     y = E4M3(x s) / s with s = 448 / max|x|, to nearest even (FP8 Formats for Deep Learning, arXiv 2209.05433, with the
-    scale of the current tensor). With `block`, each piece of so many neighbours along every one of `axes` has its own
-    scale, as the 1 x 128 tiles and 128 x 128 blocks of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); the last piece
+    scale of the current tensor). With `block`, each piece of that many neighbours along each of `axes` has its own
+    scale, like the 1 x 128 tiles and 128 x 128 blocks of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2); the last piece
     may be smaller. Scales stay float32.
 
     |y - x| <= max(|x| / 16, max|x| / (448 2^10)) (plus the rounding of the dtype), e4m3(-x) = -e4m3(x),
-    e4m3(e4m3(x)) = e4m3(x) to the bit, and a power of two as factor of x is one of y. A slice of zeros is returned as
-    it is; a slice with a not-finite value becomes nan.
+    e4m3(e4m3(x)) = e4m3(x) to the bit, and multiplying x by a power of two multiplies y by it. A slice of zeros is
+    returned as it is; a slice with a non-finite value becomes nan.
 
     Args:
       x: Floating values; half precision is quantised in float32.
       axes: The axes that share one scale; None: all of them.
-      block: How many neighbours along each of them do; None: all.
+      block: How many neighbours along each of these axes share one scale; None: all.
 
     Returns:
       The values on their grid, with the shape and dtype of `x`.
@@ -177,13 +177,13 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
 
 
 def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
-    """Rounds to MXFP4: 32 neighbours along an axis are 4-bit floats E2M1 with a power of two as scale.
+    """Rounds to MXFP4: 32 neighbours along an axis become 4-bit E2M1 floats that share a power of two as scale.
 
     y = E2M1(x / s) s with s = 2^(floor(log2 max|x|) - 2), an exponent of 8 bits (E8M0), to nearest even; what is above
     6 s becomes 6 s (OCP Microscaling Formats, version 1.0). The last block may be smaller.
 
-    |y - x| <= max|x| / 4, where the largest is cut; mxfp4 has the other properties of `e4m3`. E2M1 has
-    0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign.
+    |y - x| <= max|x| / 4, because the largest may be clipped; mxfp4 has the other properties of `e4m3`. The values of
+    E2M1 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign.
 
     Arguments and result are as for `e4m3`.
 
@@ -202,18 +202,18 @@ def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
 
 
 def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
-    """Rounds to NVFP4: 16 neighbours along an axis are 4-bit floats E2M1 with a scale in E4M3, relative to a tensor's.
+    """Rounds to NVFP4: 16 neighbours along an axis become 4-bit E2M1 floats with an E4M3 scale, relative to a tensor's.
 
     y = E2M1(x / (s g)) s g with the scale g = max|x| / (6 448) of a tensor and s = E4M3(max_block|x| / (6 g)) of a
-    block, all to nearest even and cut at the largest (Pretraining Large Language Models with NVFP4, arXiv 2509.25149).
-    The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
+    block, all to nearest even and clipped at the largest (Pretraining Large Language Models with NVFP4, arXiv
+    2509.25149). The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
 
-    Where no block's peak is 2^-6 / 448 of the tensor's or less, s is no subnormal, |y - x| <= 0.18 max_block|x|, and
+    If every block's peak is above 2^-6 / 448 of the tensor's, s is not subnormal, |y - x| <= 0.18 max_block|x|, and
     nvfp4 has the other properties of `e4m3`.
 
     Args:
       x: Floating values; half precision is quantised in float32.
-      axis: Along which 16 neighbours make a block.
+      axis: Axis along which 16 neighbours make a block.
       axes: The axes that share one scale g, `axis` among them; None: all of them.
 
     Returns:
@@ -277,9 +277,10 @@ class Quantized:
 
     Attributes:
       qvalue: int8, with the shape of the array.
-      scale: Floating; every axis has the length 1 or that of the array.
-      zero_point: Whole numbers as floats, shaped as `scale`; None if 0 is 0 (absmax). It is the z of `zeropoint` plus
-        the 2^(bits-1) by which signed integers differ from unsigned ones; it is added, while others subtract it.
+      scale: Floating; every axis has length 1 or the array's length.
+      zero_point: Whole numbers as floats, shaped like `scale`; None if 0 is stored as 0 (absmax). It is the z of
+        `zeropoint` plus 2^(bits-1), by which signed integers differ from unsigned ones; it is added here, while other
+        libraries subtract it.
     """
 
     qvalue: jax.Array
@@ -304,8 +305,8 @@ class Quantized:
 def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quantized:
     """Rounds as `absmax` or `zeropoint`, to 8-bit integers and scales.
 
-    `dequantize` of it is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats; the scale
-    of a slice with a not-finite value is nan.
+    `dequantize` of the result is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats;
+    the scale of a slice with a non-finite value is nan.
 
     Args:
       x: Floating values.

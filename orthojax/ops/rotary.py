@@ -28,11 +28,11 @@ def rotary(
       x: [..., T, heads, H]; queries or keys.
       positions: [T], integers.
       theta: Base of the wavelengths: frequencies are those of `rotary_frequencies(H, theta)`.
-      frequencies: [R/2], instead; the channels from R on stay as they are.
-      scale: Factor of the rotated channels, as YaRN has one.
+      frequencies: [R/2], to use instead; the channels from R on stay as they are.
+      scale: Factor on the rotated channels, as in YaRN.
 
     Returns:
-      Shape and dtype of `x`, computed in float32 at least; ValueError for shapes that do not fit.
+      An array with the shape and dtype of `x`, computed in at least float32; ValueError for shapes that do not fit.
 
     Reference:
       Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
@@ -66,7 +66,7 @@ def rotary_frequencies(width: int, theta: float | jax.Array = 10_000.0) -> jax.A
         raise ValueError(f"rotary positions need an even head width, got {width}")
     if isinstance(theta, int | float) and not theta > 0:
         raise ValueError(f"theta={theta}; allowed: a positive number")
-    theta = float(theta) if isinstance(theta, int) else theta  # one of 2**31 or more is no int32
+    theta = float(theta) if isinstance(theta, int) else theta  # 2**31 or more is not an int32
     return theta ** (-jnp.arange(0, width, 2, dtype=float) / width)
 
 
@@ -79,9 +79,9 @@ def llama3_frequencies(
 ) -> jax.Array:
     r"""Lowers frequencies for sequences `factor` times longer, as Llama 3.1 does.
 
-    With the number of turns over the original length, :math:`n = L f / 2 \pi`: if it is above
-    `high_frequency_factor` f stays, below `low_frequency_factor` it is divided by `factor`, and between them
-    interpolated linearly in n.
+    With the number of turns over the original length, :math:`n = L f / 2 \pi`: f stays if n is above
+    `high_frequency_factor`, is divided by `factor` if n is below `low_frequency_factor`, and is interpolated linearly
+    in n between them.
 
     Frequencies are [R/2], radians per position, and L is `original_length`, in tokens.
 
@@ -109,16 +109,16 @@ def yarn_frequencies(
 ) -> jax.Array:
     r"""Returns frequencies for sequences `factor` times longer, as YaRN lowers them ("NTK-by-parts").
 
-    Pair i makes :math:`n_i = L \theta^{-2i/R} / 2 \pi` turns over the original length. Pairs before that of
-    `high_frequency_factor` turns keep their frequency, those after that of `low_frequency_factor` turns have it divided
-    by `factor`, and between them it is interpolated linearly in i; `truncate` rounds the two bounds outwards.
+    Pair i makes :math:`n_i = L \theta^{-2i/R} / 2 \pi` turns over the original length. Pairs before the one with
+    `high_frequency_factor` turns keep their frequency, pairs after the one with `low_frequency_factor` turns have it
+    divided by `factor`, and between them it is interpolated linearly in i; `truncate` rounds the two bounds outwards.
 
     R is `width`, `theta` the base of the wavelengths, above 1, and L `original_length`, in tokens; the next two
     arguments are beta_slow and beta_fast. The result is [R/2], radians per position.
 
     Reference:
       Peng et al., `YaRN <https://arxiv.org/abs/2309.00071>`_, 2023, section 3.2. The rounding, and bounds of 0 and
-      R - 1, are those of the configurations that models are published with.
+      R - 1, come from the configurations that models are published with.
 
     >>> lowered = yarn_frequencies(8, 100.0, 4.0, 64, high_frequency_factor=4.0) / rotary_frequencies(8, 100.0)
     >>> [round(f, 4) for f in lowered.tolist()]
@@ -142,7 +142,7 @@ def yarn_frequencies(
 def dynamic_frequencies(
     width: int, theta: float, factor: float, original_length: int, length: int | jax.Array
 ) -> jax.Array:
-    r"""Returns frequencies for a text of `length` tokens, of a base that grows with it ("dynamic NTK").
+    r"""Returns frequencies for a text of `length` tokens, with a base that grows with the length ("dynamic NTK").
 
     With L the original length, R the `width`, above 2, and :math:`n = \max(\mathrm{length}, L)`, the base is
     :math:`\theta (s n / L - s + 1)^{R / (R - 2)}` for the factor s: `theta` up to L. The result is [R/2], radians per

@@ -1,6 +1,6 @@
 """Statistics of activation vectors: how far a few channels stand out from the others.
 
-They hold up to the largest finite numbers. Scaling for that changes the bits of no smaller number.
+They work up to the largest finite numbers. The scaling for that leaves smaller numbers bitwise unchanged.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ def root_of_range(x: jax.Array) -> float:
 
 
 def shrink(peak: jax.Array) -> jax.Array:
-    """Returns 1, or 1 / `root_of_range` for a larger peak: times it, numbers up to the peak can be divided by the peak.
+    """Returns 1, or 1 / `root_of_range` for a larger peak: times that, numbers up to it can be divided by the peak.
 
-    Compilers may divide by a broadcast number by multiplying by its inverse, which is 0 for the largest numbers, as
-    the hardware has no subnormal ones.
+    Compilers may turn division by a broadcast number into multiplication by its inverse, which is 0 for the largest
+    numbers, since the hardware has no subnormal ones.
     """
     root = root_of_range(peak)
     return jnp.where(peak < root, jnp.ones_like(peak), jnp.asarray(1.0 / root, peak.dtype))
@@ -43,7 +43,7 @@ def norm(x: ArrayLike, axis: int = -1) -> jax.Array:
     """Computes ||x||_2 along one axis, finite if that number is: `x` without `axis`, in at least float32."""
     x = at_least_float32(x)
     root = root_of_range(x)
-    # Both sums in one pass. The root comes last: that of a sum that is not taken would have an infinite slope at 0.
+    # Both sums in one pass. The root comes last: the root of a sum that is not taken would have an infinite slope at 0.
     # Not jnp.square: its derivative 2 x overflows for the largest numbers, and times the 0 of the sum not taken is nan.
     plain, shrunk = jnp.sum(x * x, axis), jnp.sum(jnp.square(x / root), axis)
     fits = plain < jnp.inf
@@ -53,16 +53,16 @@ def norm(x: ArrayLike, axis: int = -1) -> jax.Array:
 def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     """Raw kurtosis along one axis.
 
-    kappa = E[(x - mu)^4] / E[(x - mu)^2]^2 with mu = E[x], all means over `axis` (From Attention to Activation,
-    arXiv 2410.17174, Eq. 2). Raw, not excess: 3 for a Gaussian. For D values 1 <= kappa <= D - 2 + 1 / (D - 1), the
-    upper end for a one-hot vector. It depends neither on a factor nor on an offset.
+    kappa = E[(x - mu)^4] / E[(x - mu)^2]^2 with mu = E[x], all means over `axis` (From Attention to Activation, arXiv
+    2410.17174, Eq. 2). Raw, not excess: 3 for a Gaussian. For D values 1 <= kappa <= D - 2 + 1 / (D - 1), the upper end
+    for a one-hot vector. It is invariant to scaling and to an offset.
 
     A constant vector has no kurtosis (0/0); it gets 0, which no other vector has, so that one dead position does not
-    turn the mean over a data set into nan. One whose spread is below 1e-31 (float32) counts as constant. Not-finite
+    turn the mean over a data set into nan. One whose spread is below 1e-31 (float32) counts as constant. Non-finite
     values give nan.
 
     Returns:
-      `x` (any real dtype) without `axis`; float32, or float64 for float64.
+      The shape of `x` (any real dtype) without `axis`; float32, or float64 for float64.
 
     >>> import jax.numpy as jnp
     >>> float(kurtosis(jnp.array([-1.0, 1.0, -1.0, 1.0])))
@@ -98,7 +98,7 @@ def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
     gets 0, which no other vector can have.
 
     Returns:
-      `x` (any real dtype) without `axis`; float32, or float64 for float64.
+      The shape of `x` (any real dtype) without `axis`; float32, or float64 for float64.
 
     >>> import jax.numpy as jnp
     >>> float(norm_ratio(jnp.array([3.0, 0.0, -4.0]))), float(norm_ratio(jnp.zeros(3)))

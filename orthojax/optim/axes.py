@@ -26,7 +26,7 @@ _MAX_LAYERS = 128  # an axis longer than this, and than the kernel behind it, do
 class RotatedAxes:
     """The rotated axes of one parameter.
 
-    Axes in neither field share the basis: a kernel [in, out] with `groups=((1,),)` multiplies every row with one Q.
+    Axes in neither field share the basis: a kernel [in, out] with `groups=((1,),)` multiplies every row by one Q.
 
     Attributes:
       groups: Each group of axes is flattened to one axis and rotated in its own basis; a bare integer is a group of
@@ -63,12 +63,12 @@ class RotatedAxes:
 
 
 def is_integer(value: Any, smallest: int, largest: int) -> bool:
-    """Tells if a value is an integer, of NumPy too, within the limits; a bool is none."""
+    """Returns whether a value is an integer, also NumPy's, within the limits; a bool is not."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and smallest <= int(value) <= largest
 
 
 def checked_axes(axes: Any) -> GenericAxes | int:
-    """Returns `axes` of the rule, an integer of NumPy as one of Python; ValueError if it is no name and no length."""
+    """Returns `axes` of the rule, NumPy integers as Python's; ValueError if it is neither a name nor a length."""
     if is_integer(axes, 2, _MAX_GENERIC_SIZE):
         return int(axes)
     names = typing.get_args(GenericAxes)
@@ -80,7 +80,7 @@ def checked_axes(axes: Any) -> GenericAxes | int:
 
 # Names of arrays, and of the modules that hold them, in lower case and without numbers.
 _KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z]?)(_.*)?")
-_OF_MODULE = re.compile(r"weights?|w|table")  # what it is, only the module's name tells
+_OF_MODULE = re.compile(r"weights?|w|table")  # only the module's name says what it is
 _TABLE = re.compile(
     r"(?!.*(patch|unembed))(.*emb(s|eds?|edder|eddings?)?(_(tokens?|positions?|in|linear|table|weights?))?|(.*_)?w[tp]e)"
 )
@@ -95,7 +95,7 @@ _READER = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What `Rotation` says of the generic rule; see there."""
+    """The fields of `Rotation` for the generic rule; see there."""
 
     axes: GenericAxes | int | None
     kernel_layout: KernelLayout = "in_out"
@@ -115,26 +115,27 @@ def generic_axes(
 
     - An embedding table (embedding, embed_tokens, tok_emb, wte, wpe, ..., or the weight, w or table of such a module)
       is rotated along its axis of length `axes`, or its last one if `axes` is a name, with one basis for all rows.
-    - Vectors are left alone, stacked ones [L, d] too: bias, b, scale, offset, gain, gamma, beta, sink, cls_token and
+    - Vectors, also stacked ones [L, d], are left alone: bias, b, scale, offset, gain, gamma, beta, sink, cls_token and
       the like, the weight or kernel of a norm, and any array with one axis longer than 1 that is not named as a kernel.
       A `b` beside an `a` in the tree is a matrix.
-    - The last two axes of the rest are a kernel and those before them stacked layers: right for Dense and Linear,
-      scanned or not. Name the axes yourself (a rule for `Rotation.axes`) if it is not: in a convolution each spatial
-      position counts as a layer, and so does, unless `axes` is a number, each row of flax's query [d, heads, head_dim],
-      for which `RotatedAxes(((1, 2),))` is better, and each head of its out, for which `RotatedAxes((2,))` is.
-      An axis over 128 that is longer than the kernel behind it counts no layers: its slices share a basis.
+    - In all other arrays the last two axes are a kernel and those before them stacked layers, which is right for Dense
+      and Linear, scanned or not. If it is wrong, name the axes yourself (a rule for `Rotation.axes`): in a convolution
+      each spatial position counts as a layer; unless `axes` is a number, so do each row of flax's query
+      [d, heads, head_dim], for which `RotatedAxes(((1, 2),))` is better, and each head of its out, for which
+      `RotatedAxes((2,))` is. An axis over 128 that is longer than the kernel behind it does not count layers; its
+      slices share a basis.
 
     Args:
       path: The parameter's path, as `describe` prints it.
       leaf: Its shape and dtype.
       axes: Which axes of a kernel. A number is d_model: the axis of that length, wherever it is, also in flax's query
-        [d_model, heads, head_dim] and out [heads, head_dim, d_model]; a kernel without such an axis is left alone. Of a
-        square kernel the name decides: query, key, value, q_proj, gate, up, wi, c_attn and the like read the residual
-        stream, out, output, o_proj, wo, down, c_proj write to it; under another name both axes are rotated. Only axes
-        of length 2 to 16,384 are rotated.
+        [d_model, heads, head_dim] and out [heads, head_dim, d_model]; a kernel without such an axis is left alone. For
+        a square kernel the name decides: query, key, value, q_proj, gate, up, wi, c_attn and the like read the residual
+        stream, while out, output, o_proj, wo, down and c_proj write to it; with another name, both axes are rotated.
+        Only axes of length 2 to 16,384 are rotated.
       kernel_layout: A kernel is [in, out] (flax, haiku) or [out, in] (equinox, PyTorch). If `axes` is a number,
         only square kernels need it; those called weight are rotated along both axes unless this says `out_in`.
-      embeddings: A regular expression, found in the paths of tables, which are then not recognised by name; ""
+      embeddings: A regular expression that matches in the paths of tables, which are then not recognised by name; ""
         for none.
       stacked: The axis that counts layers in kernels of three axes or more; None for the first ones.
 
@@ -159,7 +160,7 @@ class _Names(NamedTuple):
     module: str
     is_table: bool
     is_kernel: bool  # is named as one
-    why_vector: str  # "" if it is none
+    why_vector: str  # "" if it is not one
 
 
 def _names(path: str, shape: tuple[int, ...], embeddings: str | None, shapes: Shapes) -> _Names:
@@ -186,13 +187,13 @@ def _of_norm(name: str, module: str) -> bool:
 
 
 def _is_factor(path: str, shapes: Shapes) -> bool:
-    """Tells if a parameter `b` is the second factor of a low-rank product, for which an `a` is beside it."""
+    """Returns whether a parameter `b` is the second factor of a low-rank product, with an `a` beside it."""
     parent, _, name = path.rpartition("/")
     return name in ("b", "B") and len(shapes.get(f"{parent}/{'a' if name == 'b' else 'A'}".lstrip("/"), ())) > 1
 
 
 def judge(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> tuple[RotatedAxes | str, Mark]:
-    """Decides as `generic_axes`, with the reason if nothing is rotated; and a mark of tables and of guesses."""
+    """Decides like `generic_axes`, with the reason if nothing is rotated, and marks tables and guesses."""
     names = _names(path, shape, rule.embeddings, shapes)
     axes, ndim, certain = rule.axes, len(shape), names.is_kernel and len(shape) == 2
     if names.why_vector:
@@ -243,7 +244,7 @@ def _layers(shape: tuple[int, ...], kernel_ndim: int, chosen: list[int]) -> tupl
 def _of_length(
     d_model: int, path: str, names: _Names, shape: tuple[int, ...], rule: Rule, shapes: Shapes
 ) -> tuple[list[int], int, bool]:
-    """Returns the axes of that length that are rotated, how many axes the kernel has, and if its name says so."""
+    """Returns the rotated axes of that length, the number of axes of the kernel, and whether its name says so."""
     first, second, last = (0, 0, *shape)[-3:]
     if len(shape) > 2 and second != d_model:  # attention kernels, by their names or by each other
         block = path.split("/")[:-2]
@@ -253,7 +254,7 @@ def _of_length(
         if last == d_model != first and (d_model, first, second) in known:
             return [-1], 3, True  # [heads, head_dim, d_model]
     chosen = [axis for axis in range(-len(shape), 0) if shape[axis] == d_model]
-    if -2 in chosen:  # [..., d_model, f]: as many layers or experts before it would be a coincidence
+    if -2 in chosen:  # [..., d_model, f]: that many layers or experts before it would be a coincidence
         chosen = [axis for axis in chosen if axis >= -2]
     kernel_ndim = max(2, -min(chosen, default=-2))
     if chosen == [-2, -1]:
@@ -277,23 +278,23 @@ def without_length(length: int) -> str:
 
 
 def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int | None:
-    """Finds d_model, the width of the residual stream, where names and shapes leave no doubt.
+    """Finds d_model, the width of the residual stream, if names and shapes leave no doubt.
 
     It is the one length that most kernels (each counted once) have and that is the width of an embedding table (its
-    last axis; of the largest table also the first one, if that is shorter), if at least half of the kernels have it and
-    those without it are no second tower: none has the width of another table or is square, and they are less than a
-    third of all kernels or share no length.
+    last axis; for the largest table also the first one, if that is shorter), provided that at least half of the kernels
+    have it and those without it are not a second tower: none has the width of another table or is square, and they are
+    less than a third of all kernels or share no length.
 
     Args:
-      shapes: Of all parameters with floating dtype, by path.
+      shapes: Shapes of all parameters with floating dtype, by path.
       embeddings: As for `generic_axes`.
-      is_part: Parts of the tree are masked, so that it decides nothing.
+      is_part: Whether parts of the tree are masked, so that nothing is decided.
 
     Returns:
       The length, or None if no parameter would be rotated anyway.
 
     Raises:
-      UserError: In doubt, with the candidates.
+      UserError: If in doubt, with the candidates.
     """
     found = {path: _names(path, shape, embeddings, shapes) for path, shape in shapes.items()}
     tables = [shapes[path] for path, names in found.items() if names.is_table and len(shapes[path]) > 1]

@@ -32,7 +32,7 @@ def _canonical(mesh: Any, names: Names) -> NamedSharding:
 
 
 def known_sharding(x: Any) -> NamedSharding | None:
-    """Returns the sharding of an array, if it is known: of a traced one, over Explicit mesh axes only."""
+    """Returns the sharding of an array, if it is known; for a traced one, only over Explicit mesh axes."""
     if isinstance(x, jax.core.Tracer):
         found = jax.typeof(x).sharding
         return found if AxisType.Explicit in found.mesh.axis_types else None
@@ -87,7 +87,7 @@ def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: A
 
 
 def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], names: Names) -> Any:
-    """Returns the part for a shard of `shape`, of a constant [*lengths of the whole stacked axes, ...]."""
+    """Returns the part of a constant [*lengths of the whole stacked axes, ...] for a shard of `shape`."""
     for axis, dimension in enumerate(stacked):
         over, length = names[dimension], shape[dimension]
         if over:
@@ -102,8 +102,8 @@ def gather_axes(
     """Makes `axes` whole on every device inside `over_shards`, by an all-to-all that shards another axis instead.
 
     Each device sends and receives one shard. The other axis is the longest that divides evenly, or else the longest,
-    padded with zeros; a stacked axis cannot be padded, since its slices have constants of their own. If there is none
-    an all-gather makes the axis whole.
+    padded with zeros; a stacked axis cannot be padded, since its slices have their own constants. If there is no such
+    axis, an all-gather makes the axis whole.
 
     Returns:
       The moved shard, the mesh axes of its dimensions, and the function that moves an array of that shape back.
@@ -137,8 +137,8 @@ def _undo_gather(y: jax.Array, axis: int, other: int | None, over: tuple[str, ..
 def layout_of(shardings: Any) -> Callable[[str], jax.sharding.Sharding | None]:
     """Makes a `Rotation.layout` from a tree of shardings.
 
-    The tree is like the parameters: their shardings, or those of `zero1`. The layout is a function from a path, as
-    `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
+    The tree is like the parameters and holds their shardings, or those of `zero1`. The layout is a function from a
+    path, as `describe` prints it, to the sharding; ValueError for a path that is not in the tree.
     """
     by_path = dict(zip(leaf_paths(shardings), jax.tree.leaves(shardings), strict=True))
 
@@ -158,12 +158,12 @@ def _require_named(keys: tuple[Any, ...], sharding: Any) -> NamedSharding:
 
 
 def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = "data") -> Any:
-    """Shards the moments over the data axis of the mesh as well: ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054).
+    """Also shards the moments over the data axis of the mesh: ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054).
 
     Every replica then keeps and updates one part of the moments: it slices the gradient to that part, and the updates
-    are all-gathered once per step. Of the dimensions that `axis` divides one is sharded further: preferably one that is
-    not rotated, then one that is whole, then the longest. A parameter without such a dimension, or that is sharded over
-    `axis` already, stays as it is.
+    are all-gathered once per step. One of the dimensions that `axis` divides is sharded further: preferably one that is
+    not rotated, then one that is whole, then the longest. A parameter without such a dimension, or already sharded over
+    `axis`, stays as it is.
 
     Args:
       rotation: Decides which dimensions are rotated.
@@ -195,7 +195,7 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
 def state_shardings(optimizer: optax.GradientTransformation, params: optax.Params, shardings: Any) -> Any:
     """Returns shardings of an optimizer's state: moments are sharded like their parameter, the rest is replicated.
 
-    The bases of `haar` and the step count are of the rest, as are factored moments, whose shape is not the parameter's.
+    The rest includes the bases of `haar`, the step count, and factored moments, whose shape is not the parameter's.
 
     `params` and `shardings` are as for `zero1`, whose result may be the shardings. The result is a tree like the state,
     for the `out_shardings` of a jitted init and step, or for `jax.device_put`.

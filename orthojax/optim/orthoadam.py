@@ -1,4 +1,4 @@
-"""OrthoAdam: Adam whose moments live in a rotated basis; and its learning-rate schedule."""
+"""OrthoAdam, which is Adam with moments in a rotated basis, and its learning-rate schedule."""
 
 from typing import Any
 
@@ -30,32 +30,32 @@ def scale_by_orthoadam(
       s'_t &= \frac{\mu_t / (1 - \beta_1^t)}{\sqrt{\nu_t / (1 - \beta_2^t) + \bar\varepsilon} + \varepsilon} \\
       s_t &= Q^T s'_t
 
-    Elementwise second moments give a preferred basis to what the network writes to its residual stream; in a basis
-    that is different for every parameter, no channel of the stream is preferred, and no outlier channels grow.
+    Elementwise second moments give a preferred basis to what the network writes to its residual stream; with a
+    different basis for every parameter, no channel of the stream is preferred, and no outlier channels grow.
 
     Args:
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to the root of the second moment.
       eps_root: Added inside the root.
-      mu_dtype: Dtype of the first moment; None means that of the parameter.
-      nu_dtype: Dtype of the second moment, in which the step is computed; None means that of the parameter. float32 is
-        for bfloat16 parameters: b2 = 0.999 hardly moves a second moment of 8 bits.
-      rotation: Which basis.
+      mu_dtype: Dtype of the first moment; None means the parameter's.
+      nu_dtype: Dtype of the second moment, in which the step is computed; None means the parameter's. Use float32 for
+        bfloat16 parameters: b2 = 0.999 hardly moves a second moment of 8 bits.
+      rotation: The basis.
 
     Returns:
       A transformation with a `RotatedState` whose `inner` is Adam's state.
 
     Memory and cost:
-      State: Adam's and 8 bytes for `hadamard` and `dct`, whose signs are in the program; `haar` adds n**2
-      values for every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n
-      FLOP for `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ...
-      (see `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
-      neither shows. Temporaries: the rotated gradient and update of as many parameters as XLA updates at a time: by
-      default many on a CPU, few with XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false.
-      Prefer `hadamard` unless you compare with the paper, whose bases are `haar`.
+      State: Adam's plus 8 bytes for `hadamard` and `dct`, whose signs are in the program; `haar` adds n**2 values for
+      every rotated axis of length n and every layer. Arithmetic, per step and element of a parameter: 4 n FLOP for
+      `haar`, and for `hadamard` on accelerators up to n = 1,024; elsewhere 4 (a + b + ...), where n = a b ... (see
+      `ops.orthogonal.fixed_transform`). A model costs about 6 FLOP per parameter and token, so with a large batch
+      neither shows. Temporaries: the rotated gradient and update of all parameters that XLA updates at a time: by
+      default many on a CPU, few with XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false. Prefer
+      `hadamard` unless you compare with the paper, whose bases are `haar`.
 
-      The rotation's seed is a constant of the program: runs that are vmapped over seeds of the model share bases.
+      The rotation's seed is a constant of the program: runs that are vmapped over the model's seeds share bases.
 
     References:
       From Attention to Activation: Unravelling the Enigmas of Large Language Models, Algorithm 1,
@@ -63,7 +63,7 @@ def scale_by_orthoadam(
 
     .. warning::
       A gradient that is exactly 0 in the rotated basis becomes rounding noise, which Adam amplifies to a step of full
-      size; gradients of real data are not of this kind, an all-ones test gradient under `hadamard` is.
+      size; gradients on real data are not like this, but an all-ones test gradient under `hadamard` is.
     """
     hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
     for name, value in hyperparams.items():
@@ -74,7 +74,7 @@ def scale_by_orthoadam(
 
 
 def _with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
-    """Computes in the dtype of the second moment, and keeps the first one in its own."""
+    """Computes in the dtype of the second moment, and keeps the first moment in its own dtype."""
 
     def init_fn(params):
         state: Any = adam.init(params)
@@ -102,9 +102,9 @@ def orthoadam(
     mask: Any = None,
     rotation: Rotation = DEFAULT_ROTATION,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Makes OrthoAdam: Adam in a rotated basis, with decoupled weight decay; takes the place of `optax.adamw`.
+    r"""Makes OrthoAdam: Adam in a rotated basis, with decoupled weight decay; replaces `optax.adamw`.
 
-    With :math:`s_t` of `scale_by_orthoadam`, which also tells memory, cost and the source,
+    With :math:`s_t` from `scale_by_orthoadam`, which also documents memory, cost and the source,
 
     .. math::
       \theta_t = \theta_{t-1} - \eta_t (s_t + \lambda \theta_{t-1})
@@ -112,19 +112,19 @@ def orthoadam(
     Hyperparameters of AdamW carry over.
 
     Args:
-      learning_rate: A number or a schedule; what is good for Adam is a good start.
+      learning_rate: A number or a schedule; a good value for Adam is a good start.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
-      eps: Added to the root of the second moment; if gradients are far below it the step shrinks, and with it the
+      eps: Added to the root of the second moment; if gradients are far below it, the step shrinks, and so does the
         difference between bases.
       eps_root: Added inside the root; above 0 it makes the update differentiable at 0.
-      mu_dtype: Dtype of the first moment; None means that of the parameter. bfloat16 saves a quarter of the state.
+      mu_dtype: Dtype of the first moment; None means the parameter's. bfloat16 saves a quarter of the state.
       nu_dtype: Dtype of the second moment; float32 is recommended for bfloat16 parameters.
       weight_decay: Strength of the decay, multiplied by the learning rate; unless it is the constant 0 the update needs
         `params`. (The default of `optax.adamw` is 1e-4.)
       mask: Parameters that decay: a tree of bools, or a function from the parameters to one; None decays all.
-      rotation: Which basis; `describe(rotation, params)` shows it. d_model is found from names and shapes, and a tree
-        that leaves doubt is refused: `Rotation(axes=d_model)` names it. Kernels are taken for [in, out]
+      rotation: The basis; `describe(rotation, params)` shows it. d_model is found from names and shapes, and an
+        ambiguous tree is refused: `Rotation(axes=d_model)` names it. Kernels are assumed to be [in, out]
         (`Rotation.kernel_layout`).
 
     Raises:

@@ -1,4 +1,4 @@
-"""The basis of every parameter: decided from its path, shape and dtype alone, then drawn or hashed."""
+"""The basis of every parameter: decided only from its path, shape and dtype, then drawn or hashed."""
 
 import collections
 import dataclasses
@@ -38,11 +38,11 @@ AxesRule = Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]
 class Rotation:
     """The orthogonal matrix Q of every parameter, and the axes that it rotates.
 
-    Every parameter, and every layer of a stacked one, has its own Q, a function of (seed, name, layer, length) alone:
-    the same on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers whose
-    number is the first in their path (`layers_2`, not `Transformer_0/layers_2`).
-    Renaming a module changes its Q. Two parameters of one tree that would share a Q, as they are numbered in different
-    ways (`a_0/w`, `a/0/w`), are refused.
+    Every parameter, and every layer of a stacked one, has its own Q, a function of only (seed, name, layer, length):
+    equal on every machine and mesh (`haar` up to the rounding of LAPACK), and for scanned and unrolled layers whose
+    number is the first in their path (`layers_2`, not `Transformer_0/layers_2`). Renaming a module changes its Q. Two
+    parameters of one tree that would share a Q because they are numbered in different ways (`a_0/w`, `a/0/w`) are
+    refused.
 
     Attributes:
       kind: `hadamard`: a fixed Hadamard transform after random signs (Sylvester's and Paley's constructions over
@@ -50,23 +50,23 @@ class Rotation:
         matrix, as in the paper; kept in the state (float32; float64 for float64 parameters); axes over 4,096 are left
         alone. `dct`: a cosine transform after random signs. Controls: `identity`, and `signed_permutation`, under which
         Adam is invariant.
-      axes: A number is d_model, the width of the residual stream: of every kernel and embedding table the axis of that
-        length is rotated, by the rule `generic_axes`. None finds d_model from names and shapes, and refuses a tree that
-        leaves doubt (two towers, no embedding table, a masked part). `output`, `input` or `both` of every kernel are
-        for comparison: outliers come back with them in long runs. Or a function
+      axes: A number is d_model, the width of the residual stream: the axis of that length is rotated in every kernel
+        and embedding table, by the rule `generic_axes`. None finds d_model from names and shapes, and refuses an
+        ambiguous tree (two towers, no embedding table, a masked part). `output`, `input` or `both` of every kernel are
+        for comparison: outliers come back with them in long runs. It can also be a function
         (path, jax.ShapeDtypeStruct) -> RotatedAxes | None; None leaves the parameter alone.
       seed: 0 to 2**32 - 1.
       scope: `layer` as above. Two controls: with `parameter` the layers of a parameter share Q; with `tree` all axes of
-        one size do, which for a network is little more than Adam in a different frame.
-      layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, from `layout_of`
-        the parameters' shardings or those of `zero1`. Needed for `zero1`, and on a mesh of Auto axes if rotated axes
-        are sharded (whole axes may travel otherwise). A sharded axis is rotated between two all-to-alls of one shard, a
-        whole one without communication. The basis never depends on the mesh. Inside a `shard_map` of your own an array
-        counts as the whole parameter: keep rotated axes whole there.
-      kernel_layout: Of the rule: kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
-      embeddings: Of the rule: a regular expression, found in the paths of embedding tables and in no other, if their
-        names do not tell; "" if there are none, which also silences the warning that none was found.
-      stacked: Of the rule: the axis that counts layers in kernels of three axes or more, such as 1 for kernels
+        one size share it, which for a network is little more than Adam in a different frame.
+      layout: A function path -> jax.sharding.Sharding | None: how a parameter's moments are sharded, made by
+        `layout_of` from the parameters' shardings or those of `zero1`. Needed for `zero1`, and on a mesh of Auto axes
+        if rotated axes are sharded (otherwise whole axes may be transferred). A sharded axis is rotated between two
+        all-to-alls of one shard, a whole axis without communication. The basis never depends on the mesh. Inside your
+        own `shard_map`, an array counts as the whole parameter: keep rotated axes whole there.
+      kernel_layout: For the rule: kernels are `in_out` (flax, haiku) or `out_in` (equinox, PyTorch).
+      embeddings: For the rule: a regular expression that matches in the paths of embedding tables and in no others, if
+        their names do not show it; "" if there are none, which also silences the warning that none was found.
+      stacked: For the rule: the axis that counts layers in kernels of three axes or more, such as 1 for kernels
         [d_model, layers, f]; None for the first ones.
 
     """
@@ -133,7 +133,7 @@ def _plain(keys: tuple[Any, ...]) -> str:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Returns the path of every leaf, as `leaf_path`; but of an attribute `value` with siblings, its whole path."""
+    """Returns the path of every leaf, as `leaf_path`, but the whole path for an attribute `value` with siblings."""
     every = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_left_out)  # frozen siblings are siblings
     siblings = collections.Counter(keys[:-1] for keys, _ in every)
     present = [keys for keys, leaf in every if not _is_left_out(leaf)]
@@ -145,7 +145,7 @@ def _is_left_out(node: Any) -> bool:
 
 
 def _basis_name(path: str, is_stacked: bool) -> tuple[str, int, bool]:
-    """Returns name, number, and if it has one: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
+    """Returns name, number, whether it has one: equal for `layers_3/x`, `layers/3/x` and slice 3 of scanned `layers/x`.
 
     Names of numbered and of stacked parameters end in "/*", so that `w` and `w_0` differ.
     """
@@ -174,9 +174,9 @@ class Plan(NamedTuple):
     groups: tuple[Group, ...] = ()
     stacked: tuple[int, ...] = ()
     stacked_shape: tuple[int, ...] = ()
-    left_alone: tuple[str, ...] = ()  # reasons, of the whole parameter or of single axes
+    left_alone: tuple[str, ...] = ()  # reasons, for the whole parameter or for single axes
     mark: Mark = ""  # of the generic rule
-    is_chosen: bool = False  # axes of it were to be rotated
+    is_chosen: bool = False  # whether some of its axes were to be rotated
 
 
 class TreePlan(NamedTuple):
@@ -190,7 +190,7 @@ def plan_tree(rotation: Rotation, tree: Any) -> TreePlan:
     """Plans every parameter of a tree of arrays or jax.ShapeDtypeStruct.
 
     Raises:
-      ValueError: If two parameters have one name or would share a basis unasked; of `Rotation.axes=None` UserError if
+      ValueError: If two parameters have one name or would share a basis unasked; UserError with `Rotation.axes=None` if
         d_model is in doubt.
     """
     leaves = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
@@ -204,11 +204,11 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) if is_array else None
 
 
-@functools.lru_cache(maxsize=64)  # outside of jit every update plans
+@functools.lru_cache(maxsize=64)  # outside jit, every update plans
 def _plan_leaves(
     rotation: Rotation, leaves: tuple[tuple[str, jax.ShapeDtypeStruct | None], ...], is_part: bool
 ) -> TreePlan:
-    """Plans leaves (path, shape and dtype; None if it is no array)."""
+    """Plans leaves (path, shape and dtype; None if it is not an array)."""
     shapes = {path: s.shape for path, s in leaves if s is not None and jnp.issubdtype(s.dtype, jnp.floating)}
     axes = rotation.axes
     if axes is None and rotation.kind != "identity":
@@ -351,7 +351,7 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
         matrices = np.stack([orthogonal.haar(seed, group.size) for seed in seeds]).reshape(shape).astype(dtype)
         return matrices.view(np.uint32).reshape(*shape, words)
 
-    # Jitted: a callback by itself is no program of a mesh with Explicit axes.
+    # Jitted: a callback by itself is not a program of a mesh with Explicit axes.
     @jax.jit
     def drawn() -> jax.Array:
         # As words: the callback's thread does not know of a local jax.enable_x64, and would refuse float64.
@@ -362,7 +362,7 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
 
 
 def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
-    """Makes what the state keeps: the bases and the name of the plan; see `RotationState`."""
+    """Makes the contents of the state: the bases and the name of the plan; see `RotationState`."""
     plan = plan_tree(rotation, params)
     _warn_of_plans(rotation, plan)
     # Arrays, not empty dicts: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
@@ -385,7 +385,7 @@ def _checksum(plan: TreePlan) -> np.uint32:
 
 
 def is_of_plan(held: Any, plan: TreePlan) -> bool:
-    """Tells if a state was made for a plan, by the name in it; one of an empty tree is of every plan."""
+    """Returns whether a state was made for a plan, by the name in it; that of an empty tree fits every plan."""
     return not plan.parameters or (isinstance(held, dict) and plan.name in held)
 
 
@@ -393,15 +393,15 @@ def require_plan(rotation: Rotation, plan: TreePlan, held: Any) -> jax.Array | N
     """Raises UserError if a state was made for another plan.
 
     Returns:
-      None; or if the state is traced whether its checksum is that of the plan, bool []: a file that is restored leaf by
-      leaf (equinox's), or in part, brings no names.
+      None; or, if the state is traced, whether its checksum is the plan's, bool []: a file that is restored leaf by
+      leaf (equinox's), or in part, has no names.
     """
     if not plan.parameters:
         return None
     if not isinstance(held, dict) or "checksum" not in held:
         problem = "the state names no bases of a rotation: it is another optimizer's, or of an earlier orthojax"
         raise UserError(problem, allowed=f"one that init makes, for {plan.name}")
-    # A state of zeros is a fresh one, but for Haar matrices.
+    # A state of zeros is a fresh one, except for Haar matrices.
     known = [_checksum(plan)] + [np.uint32(0)] * (rotation.kind != "haar")
     checksum = held["checksum"]
     is_traced = isinstance(checksum, jax.core.Tracer)
@@ -417,7 +417,7 @@ def require_plan(rotation: Rotation, plan: TreePlan, held: Any) -> jax.Array | N
 
 
 def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool) -> tuple[tuple[Any, ...], ...]:
-    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and maybe an order."""
+    """Returns for each group, all layers: (Q [*stacked, n, n],), or (signs [*stacked, n],) and possibly an order."""
     if rotation.kind == "haar":
         paths = (_basis_path(plan.path, i) for i in range(len(plan.groups)))
         return tuple((functools.reduce(lambda node, part: node[part], path, basis),) for path in paths)
@@ -437,7 +437,7 @@ def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool)
 
 
 class Description(dict[str, str]):
-    """The treatment of every parameter, by path; as a text, a table with shapes and marks."""
+    """The treatment of every parameter, by path; `str` gives a table with shapes and marks."""
 
     def __init__(self, rows: list[tuple[str, str, str, str]]):  # (path, shape, what, mark)
         super().__init__((path, what) for path, _, what, _ in rows)
@@ -448,12 +448,12 @@ class Description(dict[str, str]):
 
 
 def describe(rotation: Rotation, params: Any) -> Description:
-    """Describes what is rotated and how, and what is left alone and why, of arrays or jax.ShapeDtypeStruct.
+    """Describes what is rotated and how, and what is left alone and why, for arrays or jax.ShapeDtypeStruct.
 
     Returns:
       A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
-      `embedding`, or `unsure` for a guess: the stacked layers among three or more axes, an array of another name than
-      kernel, weight or w that is taken for a kernel, and one with a single long axis that is taken for a vector.
+      `embedding`, or `unsure` for a guess: stacked layers among three or more axes, an array not named kernel, weight
+      or w that is taken for a kernel, or one with a single long axis that is taken for a vector.
 
     >>> shapes = {"wte": (512, 768), "mlp": {"kernel": (12, 768, 1000), "bias": (12, 1000)}}
     >>> params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))

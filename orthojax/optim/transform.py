@@ -55,7 +55,7 @@ def _rotate_axis(
 def _rotate_group(
     x: jax.Array, plan: Plan, group: Group, kind: str, constants: tuple[Any, ...], transpose: bool
 ) -> jax.Array:
-    """Applies `_rotate_axis` to a group of axes, which are flattened meanwhile."""
+    """Applies `_rotate_axis` to a group of axes, which are flattened for it."""
     width, rest = len(group.axes), [axis for axis in range(x.ndim) if axis not in group.axes]
     adjacent = group.axes == tuple(range(group.axes[0], group.axes[0] + width))
     first = group.axes[0] if adjacent else len(rest)
@@ -70,7 +70,7 @@ def _rotate_group(
 def _rotate_shard(
     x: jax.Array, plan: Plan, kind: str, constants: Any, names: layout.Names, transpose: bool = False
 ) -> jax.Array:
-    """Applies Q, or Q^T, to a shard inside of `layout.over_shards`, outside to a parameter; in at least float32.
+    """Applies Q, or Q^T, to a shard inside `layout.over_shards`, or to a parameter outside; in at least float32.
 
     `plan` and `constants` are those of the whole parameter; `names` are the mesh axes of each dimension.
     """
@@ -82,7 +82,7 @@ def _rotate_shard(
     return y.astype(x.dtype)
 
 
-# Jitted, so that outside of jit too the shards are rotated by one program, compiled once for each shape.
+# Jitted, so that also outside jit the shards are rotated by one program, compiled once for each shape.
 @functools.partial(jax.jit, static_argnames=("plan", "kind", "sharding", "transpose"), inline=True)
 def _rotate_sharded(
     x: jax.Array, constants: Any, plan: Plan, kind: str, sharding: jax.sharding.NamedSharding, transpose: bool
@@ -110,9 +110,9 @@ def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, trans
 
 
 class _Bases(NamedTuple):
-    """The bases of a tree of parameters: the plan of each, and what the state holds of them.
+    """The bases of a tree of parameters: the plan of each, and what the state holds of the bases.
 
-    Where `valid`, a bool [], is false, what is rotated becomes NaN.
+    If `valid`, a bool [], is false, everything rotated becomes NaN.
     """
 
     rotation: Rotation
@@ -121,10 +121,10 @@ class _Bases(NamedTuple):
     valid: jax.Array | None = None
 
     def apply(self, tree: Any, *, transpose: bool = False, like: Any = None) -> Any:
-        """Applies Q, or Q^T, to every rotated array of a part of the tree; None and masked nodes are passed over.
+        """Applies Q, or Q^T, to every rotated array of a part of the tree; None and masked nodes are skipped.
 
-        With a layout, results leave as it says, or as the same array of `like` is sharded if that is known (outside of
-        jit, or by Explicit axes).
+        With a layout, results are sharded by it, or like the corresponding array of `like` if its sharding is known
+        (outside jit, or by Explicit axes).
         """
         plans = {plan.path: plan for plan in self.plan.parameters}
         leaves, treedef = jax.tree.flatten(tree)
@@ -139,7 +139,7 @@ class _Bases(NamedTuple):
 
 
 def _bases_of(rotation: Rotation, state: Any, updates: Any, params: Any) -> _Bases:
-    """Returns the bases of a state. Updates may lack parameters that it has, and parameters have frozen ones."""
+    """Returns the bases of a state. Updates may lack parameters that it has, and parameters may include frozen ones."""
     held = getattr(state, "plan", None)
     if params is not None:
         _require_part(updates, params, "updates and parameters differ")
@@ -155,10 +155,10 @@ class RotationState(NamedTuple):
     """State of `rotate` and `unrotate`.
 
     Attributes:
-      basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or one 0, shape=(), if no
-        parameter is rotated. Other kinds: (), no array at all.
-      plan: A dict of one name, that of the bases and axes, and its checksum, uint32 []: an update with another
-        rotation, or a restore into its state, is refused.
+      basis: `haar`: a nested dict by path with the leaves basis_0, basis_1 [*stacked, n, n], or a single 0, shape=(),
+        if no parameter is rotated. Other kinds: (), no arrays.
+      plan: A dict from one name, which identifies the bases and axes, to its checksum, uint32 []: an update with
+        another rotation, or a restore into its state, is refused.
     """
 
     basis: Any
@@ -186,9 +186,9 @@ def rotate(rotation: Rotation = DEFAULT_ROTATION) -> optax.GradientTransformatio
     `arXiv 2410.17174 <https://arxiv.org/abs/2410.17174>`_). In between, gradients are rotated and parameters are not;
     `in_rotated_basis` rotates both, and keeps a `haar` basis once instead of twice.
 
-    The state is a `RotationState`; the update raises ValueError for that of a different tree or rotation. Computes in
-    at least float32; shapes and dtypes stay. One nan in a gradient spreads along its rotated axis: `optax.zero_nans`
-    belongs before.
+    The state is a `RotationState`; the update raises ValueError for the state of a different tree or rotation. It
+    computes in at least float32; shapes and dtypes do not change. One nan in a gradient spreads along its rotated axis:
+    put `optax.zero_nans` before it.
     """
     return _transformation(rotation, transpose=False)
 
@@ -224,15 +224,15 @@ def in_rotated_basis(
     changes; for an elementwise one, such as Adam, RMSProp or Lion, the basis decides. The state is a `RotatedState`.
 
     Args:
-      inner: Sees gradients and parameters in the rotated basis and keeps its state there. What reads parameters out of
-        the state (schedule_free_eval_params) or constrains single ones (keep_params_nonnegative) belongs outside. Extra
-        arguments of the update are passed on; it must not use one that lives in the basis of the parameters (a
-        function, or a tree like the parameters, as line searches take).
-      rotation: Which basis.
+      inner: Sees gradients and parameters in the rotated basis and keeps its state there. Anything that reads
+        parameters from the state (schedule_free_eval_params) or constrains single ones (keep_params_nonnegative)
+        belongs outside. Extra arguments of the update are passed on; `inner` must not use any that are in the basis of
+        the parameters (a function, or a tree like the parameters, as line searches take).
+      rotation: The basis.
 
     Raises:
       ValueError: In the update, if `inner` uses such an extra argument, or if updates, parameters and what `inner`
-        returns are not of one tree (lookahead).
+        returns do not have one tree (lookahead).
 
     Examples:
       >>> optimizer = optax.chain(in_rotated_basis(optax.scale_by_rms()), optax.scale_by_learning_rate(0.1))

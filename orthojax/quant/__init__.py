@@ -1,8 +1,8 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
-`settings` says what is rounded; `linear` simulates it in floats, with scales of activations from the batch or from a
-text for calibration, and computes it on integers if that is possible. `propagation` says where the error comes from,
-`rotated` makes a trained model easier to round.
+`settings` says what is rounded; `linear` simulates it in floats, with activation scales from the batch or from a
+calibration text, and computes it on integers if possible. `propagation` shows where the error comes from, `rotated`
+makes a trained model easier to round.
 """
 
 from orthojax.quant.linear import Calibration as Calibration

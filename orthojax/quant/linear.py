@@ -1,13 +1,13 @@
 """Post-training quantisation, simulated in floats or on integers: linear layers, and trees of parameters for them.
 
-Linear layers round, and in a `rounded_model` keys and values where a setting says so; embeddings, norms and softmax
-stay float, and by default so does the output head.
-`quantized_linear(setting, include="")` rounds the head as well: an untied kernel, and tied embeddings in a
-`Transformer(linear_head=True)`, whose token table is then the kernel of the head; for the lookup it stays float.
+Linear layers are rounded, and in a `rounded_model` keys and values if the setting says so; embeddings, norms and
+softmax stay float, and by default so does the output head. `quantized_linear(setting, include="")` rounds the head as
+well: an untied kernel, and tied embeddings in a `Transformer(linear_head=True)`, whose token table is then the kernel
+of the head; for the lookup it stays float.
 
-Activation scales are dynamic: they come from the batch that passes through, so the batches of an evaluation belong to
-its result. `static_linear` has fixed ones, from a text for calibration: they save the search for the largest value of
-every batch, and what is larger than all of the calibration is cut.
+Activation scales are dynamic: they come from the current batch, so the result of an evaluation depends on its batches.
+`static_linear` has fixed scales from a calibration text: they save the search for the largest value of every batch, and
+anything larger than in the calibration is clipped.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def _fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: 
 
 
 def _in_blocks(x: jax.Array, setting: QuantizationSetting, axes: tuple[int, ...]) -> jax.Array:
-    """Rounds in the blocks of a float format: those of E4M3 are along all of `axes`, others along the first."""
+    """Rounds in the blocks of a float format: blocks of E4M3 extend along all of `axes`, others along the first."""
     if setting.scheme == "e4m3":
         return e4m3(x, axes, block=128)
     return mxfp4(x, axes[0]) if setting.scheme == "mxfp4" else nvfp4(x, axes[0], axes if len(axes) > 1 else None)
@@ -64,7 +64,7 @@ def _fake_quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> jax.Arr
 
 def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
     """Rounds a kernel [..., in, out]; UserError if the size of a group does not divide `in`."""
-    # Any axes before the last two stack kernels that know nothing of each other.
+    # Any axes before the last two stack independent kernels.
     if setting.weights == "block":
         return _in_blocks(kernel, setting, (-2, -1))
     axes = (-2, -1) if setting.weights == "tensor" else -2
@@ -90,7 +90,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     Operands are rounded, multiplied and rounded again in float32 or wider; the result has the dtype of x.
 
     Args:
-      setting: One of `orthojax.quant.SETTINGS`, or another.
+      setting: One of `orthojax.quant.SETTINGS`, or your own.
       include: Regular expression searched in the layer's path; a layer without a match computes x @ kernel + bias.
 
     Returns:
@@ -98,7 +98,7 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
       `layers/attention/query`; it gives [..., out].
 
     Raises:
-      UserError: If `include` is no regular expression; from `linear`, if a group does not divide `in`.
+      UserError: If `include` is not a regular expression; from `linear`, if a group does not divide `in`.
 
     >>> import jax.numpy as jnp
     >>> from orthojax.quant import INT8_MODERATE
@@ -118,13 +118,13 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
 def rounded_model(
     config: "ModelConfig", setting: QuantizationSetting, include: str = ALL_BUT_HEAD, *, linear_head: bool = False
 ) -> "Transformer":
-    """Makes a model that rounds all that a setting says: its linear layers, and keys and values.
+    """Makes a model that rounds everything in a setting: its linear layers, and keys and values.
 
     Args:
-      config: Of the model.
-      setting: One of `orthojax.quant.SETTINGS`, or another.
-      include: As of `quantized_linear`.
-      linear_head: As of `Transformer`; with `include=""`, the logits of tied embeddings are rounded too.
+      config: Config of the model.
+      setting: One of `orthojax.quant.SETTINGS`, or your own.
+      include: As for `quantized_linear`.
+      linear_head: As for `Transformer`; with `include=""`, the logits of tied embeddings are also rounded.
 
     >>> from orthojax.model import llama2
     >>> from orthojax.quant import INT8_COARSE, setting_named
@@ -140,14 +140,14 @@ def rounded_model(
 
 
 def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Transformer":
-    """Makes a model that rounds keys and values as a cache of few bits would, and nothing else than the model does.
+    """Makes a model that rounds keys and values as a cache of few bits would, and otherwise computes what `model` does.
 
     Args:
-      model: Any.
-      bits: Width of the integers, with a smallest value and a scale for each token and head, as of
+      model: Any model.
+      bits: Width of the integers, with a smallest value and a scale for each token and head, as in
         `QuantizationSetting.keys_and_values`.
       float_tokens: The first positions whose keys and values stay float, as KVQuant (arXiv 2401.18079) keeps the first:
-        those that a sink reads with most of its weight. In a rolling cache they are the first slots: give it as many
+        those that a sink reads with most of its weight. In a rolling cache they are the first slots: give it that many
         sinks.
     """
     if not 2 <= bits <= 16 or float_tokens < 0:
@@ -155,7 +155,7 @@ def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Tr
     return model.clone(round_kv=_kv_rounding(bits, float_tokens))
 
 
-@functools.cache  # the same function for the same width, as of `quantized_linear`
+@functools.cache  # the same function for the same width, as in `quantized_linear`
 def _kv_rounding(bits: int | None, float_tokens: int = 0) -> Callable[[jax.Array], jax.Array] | None:
     if bits is None:
         return None
@@ -203,7 +203,7 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
         must not match embeddings or norms.
 
     Raises:
-      UserError: If the setting rounds activations, nothing matches, a match is no matrix, or a group does not divide
+      UserError: If the setting rounds activations, nothing matches, a match is not a matrix, or a group does not divide
         its `in`.
 
     >>> import jax.numpy as jnp
@@ -218,11 +218,11 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
 
 
 class Calibration(NamedTuple):
-    """The largest |value| that each linear layer met, float32 [], by path.
+    """The largest |value| that each linear layer saw, float32 [], by path.
 
     Attributes:
-      inputs: Of x.
-      outputs: Of x @ kernel + bias.
+      inputs: Largest |value| of x.
+      outputs: Largest |value| of x @ kernel + bias.
     """
 
     inputs: Mapping[str, jax.Array]
@@ -260,14 +260,14 @@ def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibrati
 def static_linear(
     setting: QuantizationSetting, calibration: Calibration, include: str = ALL_BUT_HEAD
 ) -> "LinearFunction":
-    """Makes a linear layer as `quantized_linear`, with the scales of activations from a calibration.
+    """Makes a linear layer like `quantized_linear`, with activation scales from a calibration.
 
     step = peak / (2^(bits-1) - 1) with the peak of the calibration, y = clip(round(x / step)) * step.
 
     Args:
-      setting: With scheme `absmax` and one scale for a tensor of inputs, as `INT8_MODERATE` has, else UserError.
-      calibration: From `calibrate`, of the same model; a layer that is not in it raises UserError.
-      include: As of `quantized_linear`.
+      setting: One with scheme `absmax` and one scale for a tensor of inputs, as in `INT8_MODERATE`, else UserError.
+      calibration: From `calibrate` on the same model; a layer that is not in it raises UserError.
+      include: As for `quantized_linear`.
     """
     if (setting.scheme, setting.inputs, setting.float_features) != ("absmax", "tensor", 0):
         raise UserError(f"static scales for {setting}", allowed="scheme='absmax', inputs='tensor', float_features=0")
@@ -309,7 +309,7 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
     """Quantises the kernels of a tree of parameters, for a model whose linear layers are `integer_linear`.
 
     Arguments are as for `quantize_params`, with a setting that runs on integers or leaves activations float, else
-    UserError. In the result there is an `orthojax.ops.quantize.Quantized` for each match, with scales [..., 1, 1] or
+    UserError. The result has an `orthojax.ops.quantize.Quantized` for each match, with scales [..., 1, 1] or
     [..., 1, out].
 
     >>> import jax.numpy as jnp
@@ -329,14 +329,14 @@ def integer_params(params: Any, setting: QuantizationSetting, include: str = KER
 def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
     """Makes a linear layer on the kernels of `integer_params`: products of int8, accumulated in int32.
 
-    With q_x = x / s_x and q_w = w / s_w whole numbers, the output o of a layer is
+    With whole numbers q_x = x / s_x and q_w = w / s_w, the output o of a layer is
 
         y_o = s_x s_w[o] sum_i q_x[i] q_w[i, o],
 
-    whose sum is an integer product if the scale s_x of an input does not depend on the feature i, else UserError. It
-    equals `quantized_linear` of the same setting up to the rounding of floats: 1e-6 of the largest output in float32.
-    If the setting leaves inputs float, the kernel is dequantised, then multiplied; one that is an array is multiplied
-    as it is.
+    whose sum is an integer product if the scale s_x of an input does not depend on the feature i, else UserError. The
+    layer equals `quantized_linear` of the same setting up to the rounding of floats: 1e-6 of the largest output in
+    float32. If the setting leaves inputs float, the kernel is dequantised, then multiplied; a kernel that is an array
+    is multiplied as it is.
 
     >>> import jax.numpy as jnp
     >>> from orthojax.quant import INT8_MODERATE

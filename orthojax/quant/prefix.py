@@ -1,4 +1,4 @@
-"""Keys and values of massive tokens in float, before rows that are rounded."""
+"""Float keys and values of massive tokens, before rows that are rounded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 def prefix_cache(model: "Transformer", params: Any, prefix: ArrayLike, batch: int, length: int) -> "KVCache":
     """Reads a prefix with a float model, so that a rounded one finds its keys and values in the cache.
 
-    A model trained with softmax attends mostly to its first token, whose activations are those that stand out. With a
-    token before each row that takes this part, computed once in float, they never pass a rounded layer. PrefixQuant
-    (arXiv 2410.05265) finds the tokens by their outliers and IntactKV (arXiv 2403.01241) keeps those of a begin token;
-    here the prefix is given, and not trained.
+    A model trained with softmax attends mostly to its first token, whose activations stand out. If a token before each
+    row takes this role and is computed once in float, these activations never pass a rounded layer. PrefixQuant (arXiv
+    2410.05265) finds the tokens by their outliers and IntactKV (arXiv 2403.01241) keeps the keys and values of a begin
+    token; here the prefix is given, not trained.
 
     Args:
       model: The float model.
       params: Its parameters.
-      prefix: int [P], one token or more.
+      prefix: int [P], at least one token.
       batch: Rows of the batch that follows.
-      length: Most tokens of a row that follow.
+      length: Maximum number of tokens of a row that follow.
 
     Returns:
       A cache of P + `length` slots that holds the prefix, for `rounded.apply({"params": params}, tokens, cache=cache)`
-      with tokens [batch, T], of the same parameters.
+      with tokens [batch, T] and the same parameters.
 
     Raises:
       UserError: For an empty prefix, or more positions than the model has learned.

@@ -1,4 +1,4 @@
-"""Where rounding does its damage: the error of every linear layer, split into what it gets and what it adds."""
+"""Where rounding does its damage: the error of every linear layer, split into what it inherits and what it adds."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -21,21 +21,21 @@ def rounding_error(
 ) -> dict[str, float]:
     r"""Compares a float model with its `rounded_model` on the same tokens, layer by layer.
 
-    With the function f of a linear layer, its rounded one g, and its input x in the float model and z in the rounded
+    With a linear layer's function f and its rounded function g, its input x in the float model and z in the rounded
     one, the signal-to-quantisation-noise ratios over all tokens and outputs are, in dB,
 
         sqnr_db = 10 log10(||f(x)||^2 / ||g(z) - f(x)||^2)
         inherited_sqnr_db = 10 log10(||f(x)||^2 / ||f(z) - f(x)||^2), of what layers before have done
         added_sqnr_db = 10 log10(||f(x)||^2 / ||g(z) - f(z)||^2), of the layer's own rounding
 
-    and infinite without an error, as of the head, which stays float. Rounded keys and values are part of what the
-    output of attention inherits. `last_state_error` is ||h' - h||_2 / ||h||_2, mean over tokens, of the last block's
+    and infinite without an error, as for the head, which stays float. Rounded keys and values are part of what the
+    output of attention inherits. `last_state_error` is ||h' - h||_2 / ||h||_2, mean over tokens, for the last block's
     outputs h before the final norm: R_L of arXiv 2509.23500. Definition here: the split, with the noise of f(z).
 
     Args:
       model: The float model; scanned layers are unrolled.
       params: Its parameters.
-      setting: What is rounded; scales of activations are those of these tokens.
+      setting: What is rounded; activation scales come from these tokens.
       tokens: int [B, T].
 
     Returns:

@@ -1,4 +1,4 @@
-"""Rotation of a trained model such that its logits stay and its outliers go (QuaRot, arXiv 2404.00456)."""
+"""Rotation of a trained model that keeps its logits and removes its outliers (QuaRot, arXiv 2404.00456)."""
 
 import dataclasses
 import functools
@@ -23,24 +23,24 @@ Rotate = Callable[[jax.Array, int], jax.Array]
 def rotate_after_training(
     params: Any, config: ModelConfig, seed: int = 0
 ) -> tuple[Any, ModelConfig, "Callable[[LinearFunction], LinearFunction]"]:
-    """Rotates a trained model without a change of its logits, so that no channel stands out when it is rounded.
+    """Rotates a trained model without changing its logits, so that no channel stands out when it is rounded.
 
     Norm scales are folded into the linear layers that read them. With one orthogonal matrix Q, a Hadamard transform
-    after random signs (`orthojax.ops.orthogonal`), what is read from the residual stream x is a kernel Q W, and what is
-    written is W Q^T, so that the stream is Q x. Values are transformed head by head, in the kernel of the values, and
-    back in that of the output, unless a gate multiplies each of their channels. The hidden units of the MLP are
-    transformed while the model runs, by the linear function that the third result makes of another one, and its output
-    kernel undoes that. QuaRot (arXiv 2404.00456) also transforms across heads, and queries and keys after their
-    positions, which this does not.
+    after random signs (`orthojax.ops.orthogonal`), kernels that read from the residual stream x become Q W and kernels
+    that write to it W Q^T, so that the stream is Q x. Values are transformed head by head in the kernel of the values,
+    and back in the kernel of the output, unless a gate multiplies each of their channels. The hidden units of the MLP
+    are transformed while the model runs, by the linear function that the third result makes from another one, and the
+    output kernel of the MLP undoes that. Unlike this function, QuaRot (arXiv 2404.00456) also transforms across heads,
+    and queries and keys after their positions.
 
-    It helps inputs. Where one channel is most of the norm of x but its row of a kernel is small, kernels of few bits
-    can get worse: rounded, that row loses little, while after a rotation all rows meet the channel.
+    Rotation helps inputs. If one channel is most of the norm of x but its row of a kernel is small, kernels of few bits
+    can get worse: when rounded, that row loses little, while after a rotation all rows meet the channel.
 
     Args:
-      params: Of the model, scanned or not.
-      config: Of the model: without a layernorm, whose centring a rotation does not leave alone, and with norms before
-        the parts, since the scale of one after a part cannot be folded; no latent attention, no experts.
-      seed: Of the signs, 0 to 2**32 - 1.
+      params: Parameters of the model, scanned or not.
+      config: Config of the model: without a layernorm, whose centring does not commute with a rotation, and with norms
+        before the parts, since the scale of a norm after a part cannot be folded; no latent attention, no experts.
+      seed: Seed of the signs, 0 to 2**32 - 1.
 
     Returns:
       The parameters, float32; the config, in which tied embeddings are untied if the final norm has a scale for each
@@ -75,7 +75,7 @@ def rotate_after_training(
     return {name: part for name, part in new.items() if part is not None}, config, online_hadamard
 
 
-@functools.cache  # the same function for the same one, so that jit compiles a model with it once
+@functools.cache  # the same result for the same function, so that jit compiles a model with it once
 def online_hadamard(function: "LinearFunction") -> "LinearFunction":
     """Makes a linear function that transforms the hidden units of an MLP before its output layer, in float32."""
 
@@ -125,7 +125,7 @@ def _rotated_layer(layer: Any, config: ModelConfig, rotate: Rotate) -> Any:
         kernels = {name: dict(of) for name, of in layer[part].items() if isinstance(of, dict) and "kernel" in of}
         output = kernels["output"]
         for of in kernels.values():
-            if of is not output or len(kernels) == 1:  # of an MLP that is one linear layer
+            if of is not output or len(kernels) == 1:  # for an MLP that is one linear layer
                 of["kernel"] = rotate(scale * of["kernel"], -2)
         # A gate for each channel of a head does not commute with a transform of the channels.
         if part == "attention" and config.gated_attention != "elementwise":

@@ -22,14 +22,14 @@ KERNELS_BUT_HEAD = r"^(?!(.*/)?head/)(.*/)?kernel$"
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationSetting:
-    """The values that a linear layer y = x @ kernel + bias rounds, and those of them that share a scale.
+    """The values that a linear layer y = x @ kernel + bias rounds, and which of them share a scale.
 
     Attributes:
       bits: Width of the numbers of weights, and of all others if `activation_bits` is not given.
       scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value) for integers; `e4m3`, `mxfp4` or
         `nvfp4` for the floats of `orthojax.ops.quantize`, whose `bits` are 8, 4 and 4: simulation only.
       weights: One scale for each output channel (column of the kernel), one for the whole kernel, or one for each
-        `block` of a float format, of which the last may be smaller: 128 x 128 (`e4m3`), or 32 (`mxfp4`) or 16 (`nvfp4`)
+        `block` of a float format, the last of which may be smaller: 128 x 128 (`e4m3`), or 32 (`mxfp4`) or 16 (`nvfp4`)
         neighbouring input features of an output channel.
       inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
         features, one for the whole batch, one for each `block` of 128, 32 or 16 features of a token, or None for inputs
@@ -37,14 +37,14 @@ class QuantizationSetting:
       outputs: One scale for all of y, bias included, or None for outputs that stay float.
       activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
-        features of every layer. None: all of them do. Simulation only.
+        features of every layer. None: all of them share one. Simulation only.
       float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
-        the kernel, and as many output features if outputs are rounded: to find the channels that do damage. Simulation
-        only; LLM.int8 (arXiv 2208.07339) takes a threshold instead of a number.
+        the kernel, and that many output features if outputs are rounded: to find the channels that do damage.
+        Simulation only; LLM.int8 (arXiv 2208.07339) uses a threshold instead of a number.
       keys_and_values: Width of the integers of the keys and values in a cache, with the scheme `zeropoint` and a scale
-        for each token and head over its channels, as QuaRot (arXiv 2404.00456) with groups of the head's width; None
-        for float ones. `rounded_model` rounds them, those of latent attention as whole keys and values, though a cache
-        could hold its latent. Simulation only.
+        for each token and head over its channels, as in QuaRot (arXiv 2404.00456) with groups of the head's width; None
+        for float ones. `rounded_model` rounds them; with latent attention, whole keys and values are rounded, though a
+        cache could hold the latent. Simulation only.
     """
 
     bits: int
@@ -155,7 +155,7 @@ def setting_named(name: str) -> QuantizationSetting:
 
 
 def compile_pattern(include: str) -> re.Pattern[str]:
-    """Compiles a regular expression; UserError if it is none."""
+    """Compiles a regular expression; UserError if it is not one."""
     try:
         return re.compile(include)
     except re.error as error:
@@ -163,7 +163,7 @@ def compile_pattern(include: str) -> re.Pattern[str]:
 
 
 def map_kernels(params: Any, include: str, function: Callable[[Any, str], Any]) -> Any:
-    """Replaces every leaf whose path matches by `function(kernel, path)`; UserError for no match, or no matrix."""
+    """Replaces every leaf whose path matches by `function(kernel, path)`; UserError if none does, or for no matrix."""
     pattern, matched = compile_pattern(include), []
 
     def visit(key_path: Any, leaf: Any) -> Any:

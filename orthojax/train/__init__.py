@@ -3,7 +3,7 @@
 In reading order: `loop` (a run from start to end), `data` (its batches), `workdir` (its folder), `step` (from a config
 to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (the log), `evaluation` (and probes),
 `distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates` (what a run is and
-takes).
+what it needs).
 """
 
 from orthojax.places import find_checkpoint as find_checkpoint

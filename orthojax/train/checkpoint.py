@@ -3,7 +3,7 @@
 `checkpoints/STEP/` holds `params` and `opt_state` (arrays), and as JSON `config` (the whole config, so that a softmax-1
 model cannot be evaluated as softmax), `data` (the position in the data and the hashes of what was read) and
 `checksums`: `{"algorithm": "sha256", "files": {path in the step folder: digest}}`, since Orbax restores a flipped byte
-silently. They commit together, by one renaming, in the background.
+silently. They are committed together, by one rename, in the background.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def read_config(step_folder: Path) -> Config:
 
 
 def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
-    """Raises UserError for other tokens than a checkpoint was trained on, as the embedded ones of another Python."""
+    """Raises UserError for tokens other than a checkpoint was trained on, as the embedded ones of another Python."""
     saved = read_json_item(step_folder, "data")
     for name, value in provenance.items():
         if saved.get(name) != value:
@@ -94,7 +94,7 @@ def list_arrays(step_folder: Path, item: str) -> list[tuple[str, tuple[int, ...]
 
 
 def _restore_item(step_folder: Path, item: str, like: Any) -> Any:
-    """Reads this process's part of an item as in the tree `like`, whatever its shardings were, without checksums."""
+    """Reads this process's part of an item in the form of `like`, whatever its shardings were, without checksums."""
     process = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"reader_{process}"
@@ -115,7 +115,7 @@ def _read_item(step_folder: Path, item: str, shapes: Any) -> Any:
 
 
 def read_params(step_folder: Path) -> Any:
-    """Returns the parameters alone, as a nested dict of float32 arrays on the first device of this process.
+    """Returns only the parameters, as a nested dict of float32 arrays on the first device of this process.
 
     Raises:
       UserError: If they are missing, damaged, or not those of the model in the checkpoint's config.
@@ -124,10 +124,10 @@ def read_params(step_folder: Path) -> Any:
 
 
 def read_optimizer_state(step_folder: Path) -> Any:
-    """Returns the optimizer state alone, as a nested dict of arrays on the first device of this process.
+    """Returns only the optimizer state, as a nested dict of arrays on the first device of this process.
 
-    Its names are those that `list_arrays` shows: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`. It
-    raises a UserError if the state is missing or damaged.
+    Names are as in `list_arrays`: named tuples by field, as in `state["adam"]["nu"]["layers_0"]`. Raises UserError if
+    the state is missing or damaged.
     """
     return _read_item(step_folder, "opt_state", _read_shapes(step_folder, "opt_state"))
 
@@ -175,7 +175,7 @@ def _verify_together(step_folder: Path) -> None:
 
 
 def verify_checkpoint(step_folder: Path) -> int:
-    """Compares everything in a checkpoint with its checksums, and returns how many bytes the arrays have.
+    """Compares everything in a checkpoint with its checksums, and returns the size of its arrays in bytes.
 
     Raises:
       DamagedError: Naming what is damaged.
@@ -215,7 +215,7 @@ def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
 
 @contextlib.contextmanager
 def _write_errors(directory: Path) -> Iterator[None]:
-    """Raises what goes wrong while writing as a UserError that names the last good checkpoint."""
+    """Raises errors while writing as a UserError that names the last good checkpoint."""
     try:
         yield
     except Exception as error:
@@ -233,7 +233,7 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int, keep_every_steps: int = 0):
         """Opens or creates the `checkpoints` folder of a workdir, the same for every process.
 
-        The newest `keep` steps stay, and multiples of `keep_every_steps` unless that is 0.
+        The newest `keep` steps are kept, and multiples of `keep_every_steps` unless that is 0.
         """
         self.directory = directory.absolute()
         make_folder(self.directory, "checkpoints folder")
@@ -262,7 +262,7 @@ class Checkpoints:
         """Writes a step in the background; it appears under its name only when it is complete.
 
         Returns when the state is on the host, so that the next step may overwrite it on the devices. Every process
-        calls it and writes what it holds. To `data`, JSON values, `next_step` is added.
+        calls it and writes what it holds. `next_step` is added to `data`, JSON values.
 
         Raises:
           UserError: If the disk refuses this write or refused the one before; earlier checkpoints stay.
@@ -284,17 +284,18 @@ class Checkpoints:
     def restore_newest(self, like: TrainState, accept: Callable[[Path], None] = lambda _: None) -> TrainState | None:
         """Resumes from the newest checkpoint that is intact, whatever mesh, device count and process count saved it.
 
-        Damaged ones are reported on stderr and renamed, so that their steps can be written again, unless all are.
+        Damaged checkpoints are reported on stderr and renamed, so that their steps can be written again, unless all are
+        damaged.
 
         Args:
-          like: A state of the right structure, of arrays or jax.ShapeDtypeStruct with shardings.
+          like: A state of the right structure, with arrays or jax.ShapeDtypeStruct with shardings.
           accept: Called with the folder of an intact step; raises if the run must not resume there.
 
         Returns:
           The state, or None if there is no checkpoint.
 
         Raises:
-          UserError: If every checkpoint is damaged or one does not fit; and what `accept` raises.
+          UserError: If every checkpoint is damaged or one does not fit; also whatever `accept` raises.
         """
         damaged: dict[int, DamagedError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):

@@ -29,17 +29,17 @@ _AHEAD = 2  # dispatches whose batches are prepared while the devices work
 class Inputs(NamedTuple):
     """The data of a run."""
 
-    # number -> int32 [batch_size, W], a pure function; of a task, what the training steps draw by themselves.
-    # Rows of W = T + 1 ids, or of 2 T for another objective than the next token: `split_tokens` takes them apart.
+    # number -> int32 [batch_size, W], a pure function; for a task, what the training steps draw by themselves. Rows
+    # have W = T + 1 ids, or 2 T for objectives other than the next token: `split_tokens` splits them.
     batch: Callable[[int], np.ndarray]
     evaluation: np.ndarray  # int32 [eval.sequences, W]
     bits_per_nat_of_loss: float | None  # bits per byte of text for a nat per token; None if not all text is predicted
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
-    held_out: np.ndarray | None = None  # the validation split, of which `evaluation` is a part; None for a task
+    held_out: np.ndarray | None = None  # the validation split, which contains `evaluation`; None for a task
     tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
-    special_ids: tuple[int, ...] = ()  # whose positions evaluation keeps out of those of other tokens, if asked for
+    special_ids: tuple[int, ...] = ()  # whose positions evaluation keeps separate, if asked for
 
     def batch_rows(self, step: int, start: int, stop: int) -> np.ndarray:
         """Returns rows [start, stop) of a step's batch, int32 [stop - start, W], for a process that holds them."""
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
     """Opens the data that a config names, tokenising text the first time.
 
-    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, bytes in all).
+    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, total bytes).
 
     Raises:
       UserError: For anything wrong with the files, or a vocabulary that the model does not have.
@@ -89,7 +89,7 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
 
 
 def _corrupted(corrupt: Corruption, text: TokenBatches, evaluation: np.ndarray, seed: int, dataset: Dataset) -> Inputs:
-    """Returns inputs whose rows are corrupted, those of the evaluation set in the same way whatever the seed."""
+    """Returns inputs whose rows are corrupted; the corruption of the evaluation set does not depend on the seed."""
 
     def read(step: int, start: int, stop: int) -> np.ndarray:
         return corrupt(text.rows(step, start, stop), (0, seed, step), start)
@@ -109,18 +109,18 @@ def _require_vocabulary(config: Config, needed: int) -> None:
 
 
 class Dispatch(NamedTuple):
-    """What one compiled call gets."""
+    """The input of one compiled call."""
 
-    steps: range  # that it takes, counted from 1
-    batches: jax.Array  # int32 [B, K, W], K at least their number; of a task uint32 [K, 2], (seed, number of each)
+    steps: range  # that the call takes, counted from 1
+    batches: jax.Array  # int32 [B, K, W], K at least their number; for a task uint32 [K, 2], (seed, number of each)
     count: jax.Array  # int32 [], their number
 
 
 def steps_per_dispatch(config: Config) -> int:
-    """Returns the most steps that a compiled call of a run takes.
+    """Returns the maximum number of steps that a compiled call of a run takes.
 
-    Chosen from the config alone: so many that Python's time, about 0.5 ms for each call, is small beside theirs, but
-    few enough that a signal need not wait.
+    It depends only on the config: enough steps that Python's time, about 0.5 ms per call, is small compared to theirs,
+    but few enough that a signal need not wait.
     """
     train, length, most = config.train, config.data.sequence_length, config.train.steps_per_dispatch
     if most is None:
@@ -144,10 +144,10 @@ def spans(config: Config, start: int) -> Iterator[range]:
 
 
 def batches(config: Config, inputs: Inputs, mesh: Mesh | None, start: int) -> Generator[Dispatch, None, None]:
-    """Yields what the dispatches of a run get, on its devices, from the step after `start` on, two prepared ahead.
+    """Yields the inputs of a run's dispatches, on its devices, from the step after `start` on, two prepared ahead.
 
-    A process reads the rows of its own devices. What reading raises surfaces at the dispatch of its step. Close the
-    generator if it may not be used up.
+    A process reads the rows of its own devices. Errors while reading surface at the dispatch of their step. Close the
+    generator if it may not be exhausted.
     """
     most = steps_per_dispatch(config)
 

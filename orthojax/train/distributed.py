@@ -1,9 +1,9 @@
-"""The processes of a run: several as one, stopping them from outside, and the programs that they compiled before.
+"""The processes of a run: several as one, stopping them from outside, and programs that they compiled before.
 
-Stopping, one process: the first SIGTERM or SIGINT saves the state after the step that runs, the second one ends it.
-Many processes must all save at the same step, and only some may get the signal. JAX's coordination service takes
-SIGTERM, which schedulers send as the notice of a preemption, on any process, and lets all of them agree on a step that
-none has passed. So SIGTERM is left to it, and SIGINT is passed on to it as SIGTERM.
+Stopping one process: the first SIGTERM or SIGINT saves the state after the running step, the second one ends it.
+Several processes must all save at the same step, and only some may get the signal. JAX's coordination service takes
+SIGTERM, which schedulers send as the notice of a preemption, on any process, and lets all processes agree on a step
+that none has passed. So SIGTERM is left to the service, and SIGINT is passed on to it as SIGTERM.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ def initialize(
     *,
     heartbeat_timeout_seconds: int = 100,
 ) -> None:
-    """Joins the processes of a run; call it before anything else of JAX.
+    """Joins the processes of a run; call it before anything else in JAX.
 
     Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
-    others. Restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX ends
-    this one with exit code 134.
+    others. When restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX
+    ends this one with exit code 134.
 
     Raises:
       UserError: If only some of the three are given, they do not fit, or no cluster is found.
@@ -65,15 +65,15 @@ def initialize(
 
 
 def is_primary() -> bool:
-    """Returns whether this is process 0, which alone writes config.json, metrics and to the console."""
+    """Returns whether this is process 0, the only one that writes config.json, metrics and to the console."""
     return jax.process_index() == 0
 
 
 def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) -> T:
     """Calls `prepare` on every process; returns its result if it succeeded on all and `same` agrees between them.
 
-    Without this the others would wait for a process that failed alone, or add up the gradients of one that trains with
-    another config or on other data.
+    Without this, the others would wait for a process that failed, or add the gradients of one that trains with another
+    config or on other data.
     """
     prepared = failure = None
     try:
@@ -101,7 +101,7 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
 
 
 def from_primary(read: Callable[[], T]) -> T:
-    """Returns on every process the JSON value that `read` returns on process 0, which alone calls it."""
+    """Returns on every process the JSON value that `read` returns on process 0, the only one that calls it."""
     value = read() if is_primary() else None
     if jax.process_count() == 1:
         return cast(T, value)
@@ -112,14 +112,14 @@ def from_primary(read: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """A wish to stop the run; `signum` is the first signal to this process, once there was one."""
+    """A request to stop the run; `signum` is the first signal to this process, once there was one."""
 
     signum: int | None = None
     _asked = 0
 
     def check(self) -> int | None:
         """Returns the signal that stops the run now, or None; every process asks equally often."""
-        # JAX lets all processes agree on a number that none has passed, here of times that they have asked.
+        # JAX lets all processes agree on a number that none has passed, here the number of times that they have asked.
         self._asked += 1
         if jax.process_count() > 1 and not self.signum and multihost_utils.reached_preemption_sync_point(self._asked):
             self.signum = signal.SIGTERM
@@ -156,8 +156,8 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
     """Turns on JAX's persistent compilation cache for the whole process: meant for programs, not for libraries.
 
     Args:
-      folder: Their folder; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR if that is set, else `orthojax/xla`
-        in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
+      folder: Folder of the programs; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR if that is set, else
+        `orthojax/xla` in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
 
     Returns:
       The folder; None if nothing is kept, with a warning if it cannot be made.

@@ -1,4 +1,4 @@
-"""The lines about a run before it begins: what it is, and what it takes by arithmetic and by a dry run."""
+"""The lines about a run before it begins: what it is, and what it needs by arithmetic and by a dry run."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from orthojax.train.mesh import ROWS, make_mesh
 from orthojax.train.step import build, require_attention, shapes_of
 
 # Dense bfloat16 FLOP/s of one JAX device, from the vendors' data sheets (NVIDIA prints them with sparsity, twice as
-# large), by the exact `device_kind`: one that begins alike may be another chip, as H100 and H100 PCIe are.
+# large), by the exact `device_kind`: one with the same beginning may be another chip, as with H100 and H100 PCIe.
 _PEAK_FLOPS_PER_SECOND = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -32,10 +32,11 @@ _PEAK_FLOPS_PER_SECOND = {
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Counts the floating-point operations that one training step needs for each token, forward and backward.
 
-    6 for each parameter of a matrix product, and 6 T d_model, for sequences of T, in each layer that attends: products
-    with keys that the causal mask hides are not counted, as in Megatron-LM and MaxText; `model.flops_per_token` counts
-    them, and so does this for full attention; a prefix counts as causal. For GPT-2, with V the padded vocabulary:
-    6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the optimizer are not counted.
+    It counts 6 for each parameter of a matrix product, and 6 T d_model, for sequences of length T, in each layer with
+    attention: products with keys that the causal mask hides are not counted, as in Megatron-LM and MaxText;
+    `model.flops_per_token` counts them, and so does this function for full attention; a prefix counts as causal. For
+    GPT-2, with V the padded vocabulary: 6 (12 L d^2 + V d) + 6 L T d. Embedding look-ups, norms, recomputation and the
+    optimizer are not counted.
 
     Reference:
       PaLM, `arXiv 2204.02311 <https://arxiv.org/abs/2204.02311>`_, 2022, Appendix B. The causal half:
@@ -55,7 +56,7 @@ def model_flops_utilization(
 ) -> float | None:
     """MFU = tokens/s * FLOPs per token / (peak bfloat16 FLOP/s * devices), a fraction; None if the peak is unknown.
 
-    Tokens are those of all devices together, which are the ones that JAX sees if not given.
+    Tokens are those of all devices together; by default, all devices that JAX sees.
 
     >>> round(model_flops_utilization(500_000, 798_031_872, "NVIDIA H200", 1), 3)
     0.403
@@ -67,13 +68,13 @@ def model_flops_utilization(
 
 
 def _bytes_on_one_device(tree: Any) -> int:
-    """Counts the bytes on each device of a tree of jax.ShapeDtypeStruct; of the largest shard if shards differ."""
+    """Counts the bytes on each device of a tree of jax.ShapeDtypeStruct; for the largest shard if shards differ."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def entry(name: str, text: str) -> str:
-    """Returns one line of what a run says of itself."""
+    """Returns one line of what a run says about itself."""
     return f"  {name:11}  {text}"
 
 
@@ -102,7 +103,7 @@ def opening(config: Config) -> list[str]:
 
 
 def _wasted(config: Config, mesh: Mesh | None) -> list[str]:
-    """Returns warnings if the mesh leaves devices out, or all of `tensor` do the same work."""
+    """Returns warnings if the mesh leaves devices out, or if all devices of `tensor` do the same work."""
     model, count, lines = config.model, jax.device_count(), []
     used, tensor = (1, 1) if mesh is None else (mesh.size, mesh.shape["tensor"])
     if used < count:
@@ -114,7 +115,7 @@ def _wasted(config: Config, mesh: Mesh | None) -> list[str]:
 
 
 def describe_data(provenance: dict[str, Any]) -> str:
-    """Returns the line about the data of a run, `Inputs.provenance`; every checkpoint keeps what exactly it was."""
+    """Returns the line about the data of a run, `Inputs.provenance`; every checkpoint records exactly what it was."""
     parts = [provenance["source"]]
     if "file_count" in provenance:
         parts.append(f"{provenance['file_count']:,} files, tokenizer {provenance['tokenizer']}")
@@ -123,7 +124,7 @@ def describe_data(provenance: dict[str, Any]) -> str:
 
 
 def dry_run(config: Config) -> Iterator[str]:
-    """Yields lines that say what a run will take on its mesh: nothing is allocated and no data is read.
+    """Yields lines that say what a run will need on its mesh: nothing is allocated and no data is read.
 
     The last ones come once its step is compiled, which may take a minute.
     """

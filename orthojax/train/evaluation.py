@@ -1,4 +1,4 @@
-"""Evaluation of parameters: on the fixed evaluation set, and on a few rows of it while they are trained."""
+"""Evaluation of parameters: on the fixed evaluation set, and on a few of its rows during training."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -54,8 +54,8 @@ def validation_loss_nats(
 ) -> float:
     """Computes the mean loss over all counted target positions of the evaluation set, in nats.
 
-    `after_batch` may raise; `model` may have other linear layers than that of the config; one compiled program serves
-    all values of `interventions` of the same shapes.
+    `after_batch` may raise; `model` may have other linear layers than the config's; one compiled program serves all
+    values of `interventions` with the same shapes.
     """
     model = Transformer(config.model) if model is None else model
     mesh = mesh_of(params)
@@ -99,14 +99,14 @@ def evaluate(
       loaded: The model; its parameters may be on a mesh.
       inputs: Its data.
       settings: Quantisations by name; `quant.SETTINGS` if not given, none for a model whose kernels are integers.
-      quantize_head: Also evaluate every setting with the output head quantised, tied to the embeddings or not.
+      quantize_head: Also evaluate every setting with the output head quantised, whether tied to the embeddings or not.
       post_attention: Also measure the residual stream after attention, before the MLP.
       on_progress: Called with the name of each part once it is done.
 
     Returns:
       For text `perplexity`, `loss_nats`, `bits_per_byte`, the outlier and attention statistics of
       `analysis.observe_language_model` (also of `rotated_` hidden states if all parameters share one basis, and of
-      `post_attention_` ones if asked for), `perplexity_<setting>` for every one of `settings`, and
+      `post_attention_` ones if asked for), `perplexity_<setting>` for each of `settings`, and
       `perplexity_<setting>_with_head`; for Bigram-Backcopy its risks and the statistics of `analysis.observe_backcopy`.
       Values by layer end in `/layer_i`.
 
@@ -125,7 +125,7 @@ def evaluate_by_head(
     quantize_head: bool = False,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
-    """Measures as `evaluate` does, and also every head, with or without interventions (quantised models without).
+    """Measures like `evaluate`, and also every head, with or without interventions (quantised models without).
 
     Returns:
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
@@ -184,7 +184,7 @@ def rounded_perplexities(
     quantize_head: bool = False,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> Metrics:
-    """Measures the perplexity at each of `settings`; arguments and names as of `evaluate`.
+    """Measures the perplexity at each of `settings`; arguments and names are as for `evaluate`.
 
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
@@ -215,7 +215,7 @@ def evaluation_stages(
 
 @functools.cache
 def _observing_text(**options: bool) -> _Observe:
-    """Returns always the same function for these options, so that its programs are found again."""
+    """Always returns the same function for these options, so that its programs are found again."""
     return lambda taps, basis, special=None: analysis.observe_language_model(
         taps, basis=basis, special=special, **options
     )
@@ -230,7 +230,7 @@ def observing(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
         return analysis.observe_backcopy(trigger, task.bos_count, tokens=tokens, vocab_size=ids)(taps)
 
     def risks(logits: jax.Array, tokens: jax.Array) -> analysis.Statistics:
-        # Ids that the model has but the task has not are impossible.
+        # Ids that the model has but the task does not are impossible.
         more = logits.shape[-1] - task.vocab_size
         oracle = jnp.pad(task.oracle(tokens), ((0, 0), (0, 0), (0, more)))
         return analysis.observe_backcopy_risks(jax.nn.log_softmax(logits), oracle, task.is_trigger(tokens))
@@ -238,10 +238,10 @@ def observing(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
     return observe, risks
 
 
-# The probe computes these alone of what `analysis.observe_language_model` defines.
+# Of what `analysis.observe_language_model` defines, the probe computes only these.
 PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
 PROBED += ("first_attention_fraction", "first_attention_mass")
-Probed = tuple[analysis.Statistics, ...]  # of the layers, and if the data are a task of the output
+Probed = tuple[analysis.Statistics, ...]  # of the layers and, if the data are a task, of the output
 
 
 def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
@@ -253,11 +253,11 @@ def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
 def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) -> Callable[[int, Any], Probed | None]:
     """Makes the measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
 
-    It reads rows that are spread evenly over the evaluation set; the folder is for the function `train.probe`.
+    The measurement reads rows spread evenly over the evaluation set; the folder is for the function `train.probe`.
 
     Returns:
       (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
-      for the host; None between the probes.
+      for the host; None between probes.
 
     """
     train, model = config.train, Transformer(config.model)

@@ -25,13 +25,13 @@ from orthojax.pretrained import (
 )
 from orthojax.train.checkpoint import read_config, read_json_item, read_params
 
-_PUBLISHED_LENGTH = 256  # tokens of a row on which models that others trained are measured
+_PUBLISHED_LENGTH = 256  # tokens of a row on which published models are measured
 
 
 def load(path: str | Path) -> LoadedModel:
-    """Returns a model with its parameters on the first device: of a run, or one that others trained.
+    """Returns a model with its parameters on the first device: from a run, or a published one.
 
-    `auto` takes the place of the fused attention of one platform, `cudnn` or `splash`.
+    `auto` replaces the fused attention of one platform, `cudnn` or `splash`.
 
     Args:
       path: A workdir, its `checkpoints` folder, or one step's folder; or what `orthojax.pretrained.locate` finds: a
@@ -51,13 +51,13 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
     """Finds a model as `load` does, and its config; no parameters are read.
 
     Returns:
-      The folder of a checkpoint's step and the config of its run; or the folder or file of a model that others trained,
-      and a config with its model and its tokenizer, on the embedded text.
+      The folder of a checkpoint's step and the config of its run; or the folder or file of a published model, and a
+      config with its model and its tokenizer, on the embedded text.
     """
     found = find_place(path)
     if not is_pretrained(found):
         config = read_config(found)
-        # Kernels that only the platform of the training has; `auto` picks those of this one.
+        # Kernels that only the training platform has; `auto` picks those of this platform.
         if config.model.attention_implementation in ("cudnn", "splash"):
             config = replace(config, {"model.attention_implementation": "auto"})
         return found, config
@@ -114,14 +114,14 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
 
 
 def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
-    """Returns the parameters of a checkpoint, for a model that is built by another config.
+    """Returns the parameters of a checkpoint, for a model that is built from another config.
 
     The right shapes are not enough: a softmax model run with softmax-1, or with another activation, silently computes
-    something else. So every field that changes the function must be that of the checkpoint.
+    something else. So every field that changes the function must match the checkpoint.
 
     Args:
-      path: As of `load`.
-      model: Uses the parameters; layers are stacked or unstacked for it.
+      path: As for `load`.
+      model: The model that uses the parameters; layers are stacked or unstacked for it.
       allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1. Learned
         sink logits then begin at `model.sink_init`.
 
@@ -129,7 +129,7 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
       A nested dict of float32 arrays on the first device.
 
     Raises:
-      UserError: If there is no checkpoint, it is damaged, or its model differs; the fields are named.
+      UserError: If there is no checkpoint, it is damaged, or its model differs; the error names the fields.
     """
     folder, config = find_model(path)
     saved = config.model
@@ -168,10 +168,10 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
 
 
 def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any:
-    """Returns the parameters at which a run begins, from the folder or file behind `train.init_from`.
+    """Returns the initial parameters of a run, from the folder or file behind `train.init_from`.
 
     Raises:
-      UserError: As `load_params`; if token ids mean something else there than in the data of this provenance.
+      UserError: As for `load_params`; also if token ids mean something else there than in the data of this provenance.
     """
     params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
     if is_pretrained(place := find_place(path)):

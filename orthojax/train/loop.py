@@ -33,22 +33,22 @@ def train(
 ) -> TrainState:
     """Trains to `train.steps`, resuming from the newest checkpoint of the workdir if there is one.
 
-    Writes `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine a
+    Writes `config.json`, `tokenizer.json`, `metrics.jsonl` and `checkpoints/` under the workdir. On the same machine, a
     run that was stopped anywhere, even by kill -9, ends with the same bits as one that was not.
 
-    Runs on the mesh of `config.mesh`, and may resume on another one. With several processes every one calls this, with
-    a workdir that all of them see; process 0 alone writes the config and the metrics.
+    Runs on the mesh of `config.mesh`, and may resume on another one. With several processes, each calls this, with a
+    workdir that all of them see; only process 0 writes the config and the metrics.
 
     Args:
       config: The run.
       inputs: Its data, from `open_inputs`.
       workdir: Its folder.
       on_start: Called once with the number of steps already done.
-      on_step: Called with (step, loss in nats) of every step, once those of its dispatch are known.
+      on_step: Called with (step, loss in nats) of every step, once the losses of its dispatch are known.
       on_line: Called with every line of metrics.jsonl.
 
     Raises:
-      UserError: If the workdir, a checkpoint, the disk or the number of devices does not allow it.
+      UserError: If the workdir, a checkpoint, the disk or the number of devices does not allow the run.
       DivergedError: If a loss, a gradient or the parameters are not finite.
       Interrupted: On SIGINT, SIGTERM or a preemption notice, when the state is saved.
     """
@@ -63,7 +63,7 @@ def train(
             keep_config(workdir, config)
             keep_tokenizer(workdir, inputs.tokenizer_path)
         step = int(state.step)
-        # A run that was stopped at a step before it had validated does that first.
+        # A run that was stopped at a step before validating does that first.
         owed = settings.validates_at(step) and not from_primary(lambda: _is_validated(path, step))
         on_start(step)
         if step >= settings.steps and not owed:
@@ -82,7 +82,7 @@ def train(
 
 @contextlib.contextmanager
 def _started(config: Config, inputs: Inputs, workdir: Path) -> Iterator[Callable[[], None]]:
-    """Starts the same run in all processes, in a folder that no other call uses; yields what checks the folder."""
+    """Starts the same run in all processes, in a folder that no other call uses; yields a check of the folder."""
     same = {"config": to_json(config), "data": json.dumps(inputs.provenance, sort_keys=True)}
     with contextlib.ExitStack() as held:
         check = sync_start(lambda: held.enter_context(claimed(workdir, config)) if is_primary() else None, same)
@@ -94,7 +94,7 @@ def _newest_state(config: Config, inputs: Inputs, program: Program, checkpoints:
         require_same_config(config, read_config(folder), folder)
         require_same_data(folder, inputs.provenance)
 
-    # Into shapes and shardings alone, since a second state may not fit into memory.
+    # Only into shapes and shardings, since a second state may not fit in memory.
     return checkpoints.restore_newest(shapes_of(program), accept)
 
 
@@ -126,7 +126,7 @@ class _Run:
     check_folder: Callable[[], None]
 
     def train(self, state: TrainState, step: int, owed: bool) -> TrainState:
-        """Trains to the last step, or to the one after which the run is asked to stop; an owed validation is first."""
+        """Trains to the last step, or to the one after which the run is asked to stop; first an owed validation."""
         if step == 0 and (start := self.probe(0, state.params)):
             self.log.write({"step": 0} | probe_metrics(jax.device_get(start)))
         with contextlib.closing(batches(self.config, self.inputs, self.program.mesh, step)) as stream:
@@ -137,7 +137,7 @@ class _Run:
                 step = dispatch.steps[-1]
                 self.checkpoints.check()
                 self.check_folder()
-                self.log.put(dispatch.steps, metrics, self.probe(step, state.params))  # waits for the one before
+                self.log.put(dispatch.steps, metrics, self.probe(step, state.params))  # waits for the previous dispatch
                 stopping = self.stop.check() is not None
                 if not stopping and self.config.train.validates_at(step):
                     stopping = self._is_stopped_in_validation(step, state)
@@ -166,6 +166,6 @@ class _Run:
         if not stopping and not self.config.train.saves_at(step):
             return
         self.log.flush()
-        # The loss was that of the parameters before this step; those that are saved must be finite too.
+        # The loss was that of the parameters before this step; those that are saved must also be finite.
         require_finite("norm of the parameters", step, self.log.param_norm)
         self.checkpoints.save(state, self.config, self.inputs.provenance)

@@ -21,7 +21,7 @@ ROWS = PartitionSpec(("data", "fsdp"))  # how the first axis of a batch is split
 
 
 def make_mesh(config: Config) -> Mesh | None:
-    """Makes the mesh of a run, of Auto axes; returns None for one device, which needs none.
+    """Makes the mesh of a run, with Auto axes; returns None for one device, which needs none.
 
     Raises:
       UserError: For too few devices, a batch that does not divide over them, or devices of other processes left out.
@@ -46,19 +46,19 @@ def in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def traced_in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Shows the mesh as `in_mesh` does, inside a jitted function, which may not call that."""
+    """Shows the mesh as `in_mesh` does, inside a jitted function, which may not call `in_mesh`."""
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def constrain(tree: Any, spec: PartitionSpec) -> Any:
-    """Constrains arrays to a spec over the mesh that is traced in; without one, nothing."""
+    """Constrains arrays to a spec over the mesh that is traced in; without a mesh, does nothing."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
 
 
 def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndarray]) -> jax.Array:
-    """Puts a batch of B = `count` rows on the devices; a process reads the rows of its own devices only.
+    """Puts a batch of B = `count` rows on the devices; a process reads only the rows of its own devices.
 
     Nothing is communicated, so a background thread may call it. `read` is (start, stop) -> rows [stop - start, ...].
 
@@ -90,7 +90,7 @@ def place_whole(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
 
 
 def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
-    """Transfers what `read` gives for each device's index: explicitly, although JAX's transfer guard cannot know."""
+    """Transfers what `read` returns for each device's index: explicitly, although JAX's transfer guard cannot know."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(shape, sharding, read)
 
@@ -101,17 +101,17 @@ class Rule(NamedTuple):
     pattern: str  # of the end of its path
     tensor: int | None = None  # over `tensor`
     units: int | None = None  # what `tensor` must divide, if that is not the dimension itself
-    fsdp: tuple[int, ...] = ()  # over `fsdp`: the first that it divides
+    fsdp: tuple[int, ...] = ()  # over `fsdp`: the first dimension that it divides
 
 
 def rules(model: ModelConfig) -> tuple[Rule, ...]:
-    """Returns the rules of the transformer's parameters, of which the first match counts.
+    """Returns the rules of the transformer's parameters; the first match counts.
 
-    `tensor` splits heads, MLP width and vocabulary; a head is never cut, nor parted from its group. `fsdp` splits the
-    axis that is not rotated by default, since every kernel is rotated along d_model, so that rotated moments need no
-    communication: `out` of kernels that read the residual stream, `in` of those that write to it, n of tables
-    [n, d_model] and of the head [d_model, n]; the other axis if that does not divide. A dimension that does not
-    divide stays whole, and so do vectors, except the biases of split outputs.
+    `tensor` splits heads, MLP width and vocabulary; a head is never split, nor separated from its group. `fsdp` splits
+    the axis that is not rotated by default, since every kernel is rotated along d_model, so that rotated moments need
+    no communication: `out` of kernels that read the residual stream, `in` of those that write to it, n of tables [n,
+    d_model] and of the head [d_model, n]; the other axis if that one does not divide. A dimension that does not divide
+    stays whole, and so do vectors, except the biases of split outputs.
     """
     heads = model.kv_heads
     return (
@@ -171,7 +171,7 @@ def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
 def linear_on_rows(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
     """Computes `orthojax.model.linear` with argument and result split by rows: kernels travel and activations stay.
 
-    Without that the compiler may gather activations, which are larger, instead of an `fsdp` part of a kernel.
+    Without this, the compiler may gather activations, which are larger, instead of an `fsdp` part of a kernel.
     """
     rows = PartitionSpec(*ROWS, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
     return constrain(linear(constrain(x, rows), kernel, bias, path), rows)

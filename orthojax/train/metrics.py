@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, one JSON object a line, and its mirrors in TensorBoard and Weights & Biases."""
+"""The log of a run: metrics.jsonl, one JSON object per line, and its mirrors in TensorBoard and Weights & Biases."""
 
 import contextlib
 import importlib
@@ -52,7 +52,7 @@ class MetricLog:
     ):
         """Opens the file, dropping the lines of steps that will be repeated, and starts the clock of tokens per second.
 
-        Without a path it writes nothing. Mirrors get the same lines, those that stay first.
+        Without a path it writes nothing. Mirrors get the same lines, starting with those that stay.
         """
         self._train, self._on_step, self._on_line, self._mirrors = config.train, on_step, on_line, mirrors
         self._device_count = math.prod(config.mesh_sizes(jax.device_count()))
@@ -81,7 +81,7 @@ class MetricLog:
             mirror.close()
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one line, unbuffered; numbers that are not finite, which JSON does not have, are left out."""
+        """Writes one line, unbuffered; non-finite numbers, which JSON does not have, are left out."""
         if self._file is None:
             return
         values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
@@ -95,14 +95,14 @@ class MetricLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves the time inside out of tokens per second and MFU."""
+        """Excludes the time inside from tokens per second and MFU."""
         began = time.monotonic()
         yield
         taken, (before, step) = time.monotonic() - began, self._clock
         self._arrived, self._clock = self._arrived + taken, (before + taken, step)
 
     def put(self, steps: range, metrics: StepMetrics, probed: Probed | None = None) -> None:
-        """Takes the metrics of a dispatch and of the probe after it, on the device; logs those of the one before."""
+        """Takes the metrics of a dispatch and of the probe after it, on the device; logs those of the previous one."""
         self.flush()
         self._pending = (steps, metrics, probed)
 
@@ -173,7 +173,7 @@ def _library(extra: str, package: str) -> Any:
 
 
 def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
-    """Opens the mirrors that a config asks for; TensorBoard's events under `tensorboard/` begin anew.
+    """Opens the mirrors that a config asks for; TensorBoard's events under `tensorboard/` start over.
 
     Weights & Biases has one run for each workdir, which a resumed run continues, and keeps what a resume drops from
     metrics.jsonl. WANDB_MODE=offline keeps it under the workdir, WANDB_PROJECT names the project.
@@ -187,7 +187,7 @@ def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
 
 
 def _tensorboard(library: Any, folder: Path) -> Mirror:
-    for path in folder.glob("events.out.tfevents.*"):  # or every point of an earlier call would be there twice
+    for path in folder.glob("events.out.tfevents.*"):  # else every point of an earlier call would be there twice
         path.unlink()
     writer = library.SummaryWriter(str(folder))
 
@@ -221,10 +221,10 @@ def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns all lines of a metrics file but those that a kill or a bad disk corrupted; [] if there is none.
+    """Returns all lines of a metrics file except those that a kill or a bad disk corrupted; [] if there is no file.
 
     Raises:
-      UserError: If something else than a file is in its place.
+      UserError: If something other than a file is in its place.
     """
     if not os.path.lexists(path):
         return []
@@ -243,7 +243,7 @@ _ON_CONSOLE += ("kurtosis_rest",)
 
 
 def describe_line(line: dict[str, Any], steps: int) -> str:
-    """Returns a line of metrics.jsonl for people, of a run of so many steps.
+    """Returns a readable line of metrics.jsonl, for a run of this many steps.
 
     >>> describe_line({"step": 40, "loss_nats": 4.2, "learning_rate": 3e-4, "tokens_per_second": 51234.5}, 800)
     'step 40/800: loss (nats) 4.2, learning rate 0.0003, tokens per second 51,234'

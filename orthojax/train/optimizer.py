@@ -67,7 +67,7 @@ def make_rotation(config: RotationConfig, layout: Layout | None = None) -> Rotat
 def shared_basis(config: OptimConfig, d_model: int) -> jax.Array | None:
     """Returns the one matrix Q [d_model, d_model] that every parameter shares under the scope `tree`, else None.
 
-    Training there is Adam on a network whose residual stream is Q x, so its outliers are looked for in Q x.
+    Training is then Adam on a network whose residual stream is Q x, so its outliers are looked for in Q x.
     """
     if not config.is_rotated or config.rotation.scope != "tree":
         return None
@@ -88,9 +88,9 @@ def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
-    """Makes Muon on kernels, Adam on vectors, and what the config asks for on embeddings and the head.
+    """Makes Muon for kernels, Adam for vectors, and what the config asks for on embeddings and the head.
 
-    Updates of all have Adam's usual size, 0.2 RMS.
+    All updates have Adam's usual size, 0.2 RMS.
     """
 
     def labels(params: optax.Params) -> optax.Params:
@@ -119,7 +119,7 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
-    """Makes the optimizer proper, before weight decay and learning rate."""
+    """Makes the optimizer itself, before weight decay and learning rate."""
     b1, b2, eps = config.b1, config.b2, config.eps
     if config.optimizer == "orthoadam":
         return scale_by_orthoadam(b1, b2, eps, rotation=make_rotation(config.rotation, layout))
@@ -150,7 +150,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Chains clipping, the optimizer's own scaling, decoupled weight decay and the learning rate.
 
-    The chain has names, so that a checkpoint shows `opt_state/orthoadam/...`. On a mesh `layout` is from `layout_of`.
+    The chain has names, so that a checkpoint shows `opt_state/orthoadam/...`. On a mesh, `layout` comes from
+    `layout_of`.
     """
     parts: list[tuple[str, optax.GradientTransformation]] = []
     if config.clip_norm is not None:
@@ -165,7 +166,7 @@ def make_optimizer(
 
 
 def anneal_sinks(steps: int) -> optax.GradientTransformation:
-    """Replaces the updates of learned sink logits: they go to 0 on a line, in so many steps, and stay there.
+    """Replaces the updates of learned sink logits: they go linearly to 0 in this many steps and stay there.
 
     Equation: s(t + 1) = s(t) (1 - 1 / (steps - t)) after t < steps steps, which needs no memory of s(0).
     """

@@ -1,4 +1,4 @@
-"""The pure training step, its state, and the program of a run: built once from its config, then objects only."""
+"""The pure training step, its state, and the program of a run: built once from its config, then only objects."""
 
 import functools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of one step, all shape=(), or of several; norms are those of all parameters together."""
+    """The metrics of one step, all shape=(), or of several; norms are over all parameters together."""
 
     loss_sum_nats: jax.Array
     target_tokens: jax.Array
@@ -50,7 +50,7 @@ class StepMetrics(NamedTuple):
 
 
 ArrayT = TypeVar("ArrayT", jax.Array, np.ndarray)
-# (params, tokens) -> (loss sum, target count), and as third a penalty times the count that is added to the loss sum
+# (params, tokens) -> (loss sum, target count), and third a penalty times the count that is added to the loss sum
 LossSum = Callable[[Any, jax.Array], tuple[jax.Array, ...]]
 Draw = Callable[[jax.Array], jax.Array]  # uint32 [2], (seed, number of the batch) -> tokens
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]  # of tokens int32 [B, T + 1]
@@ -60,10 +60,10 @@ TrainSteps = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Step
 
 
 def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, ArrayT]:
-    """Splits the rows of a model into inputs [B, T], targets [B, T], and [1, T] or [B, T] bool which of them count.
+    """Splits the rows of a model into inputs [B, T], targets [B, T], and [1, T] or [B, T] bool, whether they count.
 
-    A causal model has rows [B, T + 1] and predicts the next tokens, of which those do not count that a relaxed mask
-    shows. Others have rows [B, 2 T] of `orthojax.data.objectives`, inputs and targets; targets below 0 do not count.
+    A causal model has rows [B, T + 1] and predicts the next tokens; those that a relaxed mask shows do not count. Other
+    models have rows [B, 2 T] of `orthojax.data.objectives`, inputs and targets; targets below 0 do not count.
 
     >>> rows = np.array([[9, 5, 9, 6, -1, 4, 8, -1]])
     >>> inputs, targets, counted = split_tokens(rows, ModelConfig(attention_mask="full"))
@@ -94,11 +94,11 @@ def loss_sum_nats(
       params: Its parameters.
       tokens: int [B, T + 1], or [B, 2 T] if the model is not causal.
       chunk_positions: Positions of every sequence whose logits are materialised at a time; None takes as many as make
-        256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all of them.
-      interventions: What the model does otherwise.
-      logits_dtype: Dtype to which logits are rounded, but those of a quantised head; None leaves them float32.
-      penalty: Factor of the mean of `activation_penalty` over layers, which times the number of target tokens is then
-        the third result, not part of the first; 0 for two results.
+        256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all positions.
+      interventions: Changes to the forward pass.
+      logits_dtype: Dtype to which logits are rounded, except those of a quantised head; None leaves them float32.
+      penalty: Factor of the mean of `activation_penalty` over layers; their product times the number of target tokens
+        is then the third result, not part of the first; 0 for two results.
     """
     inputs, targets, counted = split_tokens(tokens, model.config)
     B, T = inputs.shape
@@ -121,8 +121,8 @@ def activation_penalty(x: jax.Array) -> jax.Array:
     r"""Computes TWEO's term of one block, shape=() float32: the mean of :math:`(|x| / (\tau + \epsilon))^p`.
 
     x is what the block leaves in the residual stream, :math:`\tau = 3`, :math:`p = 4`, :math:`\epsilon = 10^{-6}`: an
-    entry of 3 adds about 1, one of 30 adds 10,000, ordinary ones next to nothing. The mean is over all tokens and
-    channels. The paper's optional decay of the term's factor is left out.
+    entry of 3 adds about 1, one of 30 adds 10,000, and ordinary ones add almost nothing. The mean is over all tokens
+    and channels. The paper's optional decay of the term's factor is left out.
 
     Reference:
       TWEO, `arXiv 2511.23225 <https://arxiv.org/abs/2511.23225>`_, 2025; the equation was read in notes on the paper.
@@ -144,7 +144,7 @@ def training_logits_dtype(config: Config) -> str | None:
 def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: jax.Array, parts: int) -> Any:
     """Adds `sums(params, part)` over parts of the rows, one after the other.
 
-    Part i takes the rows i, i + parts, ..., so that each part has rows of every device and none is sent.
+    Part i takes the rows i, i + parts, ..., so that each part has rows of every device and no row is sent.
     """
     rows = tokens.reshape(-1, parts, tokens.shape[-1]).swapaxes(0, 1)
     rows = constrain(rows, PartitionSpec(None, *ROWS))
@@ -168,13 +168,13 @@ def make_pure_step(
     """Makes the step (state, tokens int32 [B, T + 1]) -> (state, metrics), to be jitted.
 
     Args:
-      loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio. With a
-        penalty as third result, that is added to the sum.
+      loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio. A
+        penalty as third result is added to the sum.
       optimizer: A named chain with a part `learning_rate`.
       schedule: The learning rate, for the metrics.
       accumulation_steps: Parts of a batch that go through the model one after the other.
-      mesh: That of the shardings of the state.
-      shardings: Of the state, on a mesh.
+      mesh: The mesh of the shardings of the state.
+      shardings: Shardings of the state, on a mesh.
     """
 
     def like_params(grads):
@@ -236,7 +236,7 @@ def jit_train_step(
     shardings: TrainState | None = None,
     **options: Any,
 ) -> TrainStep:
-    """Builds the jitted `make_pure_step` of the same arguments; the state is donated."""
+    """Builds the jitted `make_pure_step` with the same arguments; the state is donated."""
     step = make_pure_step(loss_sum, optimizer, schedule, mesh=mesh, shardings=shardings, **options)
     return _jit(step, mesh, shardings, ROWS)
 
@@ -246,21 +246,21 @@ def jit_train_steps(
 ) -> TrainSteps:
     """Builds the jitted loop over a pure step; the state is donated.
 
-    How many steps it takes is an argument, so that one program serves all numbers, and their bits are the same.
+    The number of steps is an argument, so that one program serves all numbers of steps, with the same bits.
 
     Args:
       step: From `make_pure_step`.
-      mesh: That of the shardings of the state.
-      shardings: Of the state, on a mesh.
+      mesh: The mesh of the shardings of the state.
+      shardings: Shardings of the state, on a mesh.
       draw: (seed, number of the batch) -> tokens; without it tokens are given.
     """
 
     def train_steps(state: TrainState, batches: jax.Array, count: jax.Array) -> tuple[TrainState, StepMetrics]:
         if draw is not None:
-            with traced_in_mesh(mesh):  # all of them at once: a draw goes from position to position
+            with traced_in_mesh(mesh):  # all batches at once: a draw goes from position to position
                 batches = constrain(jax.vmap(draw, out_axes=1)(batches), ROWS)
         if batches.shape[1] == 1 and jax.default_backend() != "cpu":
-            # A GPU asks the host whether a loop goes on, which could then not run ahead of it.
+            # A GPU asks the host whether a loop continues, so the host could not run ahead of it.
             state, metrics = step(state, batches[:, 0])
             return state, jax.tree.map(lambda x: x[None], metrics)
 
@@ -295,12 +295,12 @@ def require_attention(model: ModelConfig) -> None:
 
 
 def build(config: Config, task: BigramBackcopy | None = None) -> Program:
-    """Builds a run's model, optimizer and jitted functions; runs that agree in what is passed on share them.
+    """Builds a run's model, optimizer and jitted functions; runs that agree in what matters share them.
 
-    Given a task, `steps` draws its batches from that, by (seed, number of the batch); otherwise it takes tokens.
+    Given a task, `steps` draws its batches from the task, by (seed, number of the batch); otherwise it takes tokens.
 
     Raises:
-      UserError: As `make_mesh`.
+      UserError: As for `make_mesh`.
     """
     train = config.train
     return _build(
@@ -369,14 +369,14 @@ def state_shapes(config: Config) -> TrainState:
 
 
 def shapes_of(program: Program) -> TrainState:
-    """Returns `state_shapes` of a run that is built."""
+    """Returns `state_shapes` of a built run."""
     shapes, here = jax.eval_shape(program.init, jax.random.key(0)), SingleDeviceSharding(jax.devices()[0])
     places = program.shardings or jax.tree.map(lambda _: here, shapes)
     return jax.tree.map(lambda x, at: x.update(sharding=at), shapes, places)
 
 
 def init_state(config: Config) -> TrainState:
-    """Returns the state before the first step, on the mesh; parameters depend on `train.seed` and the model only."""
+    """Returns the state before the first step, on the mesh; parameters depend only on `train.seed` and the model."""
     return build(config).init(jax.random.key(config.train.seed))
 
 

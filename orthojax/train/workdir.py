@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and who works in it."""
+"""The folder of a run: which run it belongs to, and which process works in it."""
 
 import contextlib
 import os
@@ -14,7 +14,8 @@ def check_workdir(workdir: Path, config: Config) -> None:
     """Checks that a run of this config may use the folder; writes nothing.
 
     Raises:
-      UserError: If the path, or a part of it, is no folder or not UTF-8, or it already holds a run of another config.
+      UserError: If the path, or a part of it, is not a folder or not UTF-8, or it already holds a run of another
+        config.
     """
     require_utf8(workdir, "workdir")
     for path in (workdir, *workdir.parents):
@@ -28,13 +29,13 @@ def check_workdir(workdir: Path, config: Config) -> None:
 
 @contextlib.contextmanager
 def claimed(workdir: Path, config: Config) -> Iterator[Callable[[], None]]:
-    """Creates and locks the folder of a run: a second call would take the first one's unfinished checkpoint away.
+    """Creates and locks the folder of a run: a second call would remove the first one's unfinished checkpoint.
 
     Yields:
-      What raises a UserError if the folder is no longer there, as at the end as well.
+      A check that raises UserError if the folder is gone; it also runs at the end.
 
     Raises:
-      UserError: If another process has it or it cannot be written, or as `check_workdir`.
+      UserError: If another process has it or it cannot be written, or as for `check_workdir`.
     """
     make_folder(workdir, "workdir", files=[".lock"])
     lock = workdir.absolute() / ".lock"
@@ -64,7 +65,7 @@ def keep_config(workdir: Path, config: Config) -> None:
 
 
 def keep_tokenizer(workdir: Path, path: Path | None) -> None:
-    """Copies the tokenizer into the folder of a run, whose model then reads and writes text wherever it is moved."""
+    """Copies the tokenizer into the folder of a run, so that its model reads and writes text wherever it is moved."""
     copy = workdir / "tokenizer.json"
     if path is not None and not (copy.is_file() and copy.read_bytes() == path.read_bytes()):
         content = path.read_bytes()
@@ -79,9 +80,9 @@ def _read_config(workdir: Path) -> Config | None:
 
 
 def require_same_config(config: Config, before: Config, where: Path) -> None:
-    """Refuses to resume with another config than the run began with, except for what does not affect its numbers.
+    """Refuses to resume with a config other than the run's, except for fields that do not affect its numbers.
 
-    The number of steps does, because the learning rate depends on it.
+    The number of steps does affect them, because the learning rate depends on it.
     """
     decides = fields_affecting(Config, "numbers", "start")
     changed = {path: value for path, value in sorted(changed_fields(before, config).items()) if path in decides}
