@@ -35,21 +35,34 @@ def rows_of(report):
 
 
 def test_runs_are_compared(tmp_path):
-    made(tmp_path / "a", {"optim.learning_rate": 0.5})
-    made(tmp_path / "b", evaluation={"metrics": {"perplexity": 8.0, "loss_nats": 2.0794, "kurtosis_first": 3.0}})
+    evaluations = [{"perplexity": 9.0, "loss_nats": 2.1972, "kurtosis_first": 4.0},
+                   {"perplexity": 8.0, "loss_nats": 2.0794, "kurtosis_first": 3.0}]  # fmt: skip
+    made(tmp_path / "a", {"optim.learning_rate": 0.5}, evaluation={"metrics": evaluations[0]})
+    made(tmp_path / "b", evaluation={"metrics": evaluations[1]})
     done = run("compare", "a", "tuned=b", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "optim.learning_rate" in done.stdout
     rows = rows_of((tmp_path / "runs/compare/report.md").read_text())
     assert rows["optim.learning_rate"] == ["0.5", "0.02"]
     assert "optim.optimizer" not in rows
-    assert rows["perplexity"][:2] == ["-", "8"]
-    assert rows["loss (nats)"][:2] == ["-", "2.08"]  # not the training loss of the other
+    assert rows["perplexity"][:2] == ["9", "8"]
+    assert rows["loss (nats)"][:2] == ["2.2", "2.08"]  # not the training loss
     assert rows["held-out loss (nats)"][:2] == ["2.5", "2.5"]
-    assert rows["kurtosis, first token"][:2] == ["9", "3"]  # as evaluated, else as last logged
+    assert rows["kurtosis, first token"][:2] == ["4", "3"]  # as evaluated
     # Of the others there is one point.
     drawn = {path.stem for path in (tmp_path / "runs/compare/figures").iterdir()}
     assert drawn == {"loss_nats_by_step", "grad_norm_by_step"}
+
+
+def test_a_run_that_was_not_evaluated_is_compared_as_logged(tmp_path, compare, capsys):
+    made(tmp_path / "a")
+    made(tmp_path / "b", evaluation={"metrics": {"perplexity": 8.0, "kurtosis_first": 3.0}})
+    compare("a", "b")
+    printed = capsys.readouterr().out
+    assert "Not evaluated: a (orthojax evaluate --checkpoint=a)" in printed
+    rows = rows_of((tmp_path / "report/report.md").read_text())
+    assert "perplexity" not in rows
+    assert rows["kurtosis, first token"][:2] == ["9", "9"]
 
 
 @pytest.fixture

@@ -76,6 +76,9 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
                 f"hidden states of {B} rows of {T} positions, weights of {b} rows of {t}; allowed: [L, B, T, D] and "
                 "[L, B, N, T, S] of one batch"
             )
+        if probabilities[0].shape[3] != T:
+            keys = probabilities[0].shape[3]
+            raise ValueError(f"weights over {keys} keys, hidden states of {T} positions; allowed: [L, B, N, T, T]")
     return Summary([*_of_hidden(states), *_of_weights(probabilities)])
 
 

@@ -283,7 +283,8 @@ def report(
         pictures += curve_pictures({"mean over layers": steps}, "step")
     pictures += curve_pictures({name: _by_layer(of) for name, of in shown.items()}, "layer")
     metrics = {name: of.metrics for name, of in measured.items()}
-    tables = [metrics_table("Metrics, means over layers and heads", metrics, next(iter(measured.values())).config)]
+    config = next(iter(measured.values())).config
+    tables = [metrics_table(f"Metrics on {'; '.join(sources)}, means over layers and heads", metrics, config)]
     for name, of in shown.items():
         further = (more or {}).get(name, ((), ()))
         tables += [*further[0], _layer_table(name, of), _head_table(name, of)]
@@ -291,7 +292,22 @@ def report(
         figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
         pictures += further[1]
-    return Report(title=title, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
+    names = dict.fromkeys(name for of in metrics.values() for name in of)
+    notes = [*notes, *(f"{analysis.label(name)}: {analysis.CATALOGUE[name].definition}" for name in analysis.CATALOGUE
+                       if name in names)]  # fmt: skip
+    headlines = _headlines(next(iter(metrics.values())), config) if len(metrics) == 1 else []
+    return Report(title=title, headlines=headlines, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
+
+
+def _headlines(metrics: Mapping[str, float], config: Config) -> list[tuple[str, str, str]]:
+    """Returns the numbers on top of the page of one model: outliers, the sink, and what the coarsest rounding costs."""
+    given = analysis.conditions(config)
+    found = [(analysis.label(name), analysis.show(name, metrics[name]), analysis.compared_with(name, metrics, given))
+             for name in ("kurtosis_first", "first_attention_fraction") if name in metrics]  # fmt: skip
+    coarse = metrics.get(f"{_QUANTISED}int8_coarse")
+    if coarse is not None and metrics.get("perplexity"):
+        found.append(("perplexity lost to int8, one scale per tensor", percent(coarse / metrics["perplexity"] - 1), ""))
+    return found
 
 
 def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:

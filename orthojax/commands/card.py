@@ -316,6 +316,8 @@ def tables_and_pictures(name: str, sections: Mapping[str, Any]) -> tuple[list[Ta
     shown = ["format", "perplexity", "lost", "rotated", "lost", "error of the last state"]
     rows = [[of["format"], *(_cell(of, key) for key in ("perplexity", "lost", "perplexity_rotated", "lost_rotated")),
              _cell(of, "last_state_error")] for of in sections["rounding"]]  # fmt: skip
+    kept = [i for i in range(len(shown)) if any(row[i] != "-" for row in rows)]  # a quick card measures less
+    shown, rows = [shown[i] for i in kept], [[row[i] for i in kept] for row in rows]
     tables += [Table(f"{name}, perplexity at each format", shown, rows)] if rows else []
     rows = [[of["format"], _cell(of, "perplexity"), _cell(of, "lost"), _cell(of, "bytes_per_token")]
             for of in sections["kv_cache"]]  # fmt: skip
@@ -337,7 +339,7 @@ def tables_and_pictures(name: str, sections: Mapping[str, Any]) -> tuple[list[Ta
     if "window" in streaming:
         caption = f"{name}, read with the latest {streaming['window']} tokens in view, second half of rows"
         kinds = {"perplexity_whole": "all tokens", "perplexity_sinks": f"the first {_SINKS} as well",
-                 "perplexity_window": "the latest alone"}  # fmt: skip
+                 "perplexity_window": "only the latest"}  # fmt: skip
         rows = [[words, number(streaming[key])] for key, words in kinds.items()]
         tables.append(Table(caption, ["in view", "perplexity"], rows))
     if sections["sqnr_db"]:

@@ -1,8 +1,8 @@
 """Compares training runs: orthojax compare runs/a runs/b.
 
-Shows where their configs differ, how they ended (with the numbers of `orthojax evaluate`, if it was run, else as last
-logged) and their curves over training. Names are those of the folders, or NAME=RUN. Writes report.html, report.md and
-figures/ under --workdir, and prints the tables. Runs may still be training.
+Shows where their configs differ, how they ended (with the numbers of `orthojax evaluate` if all were evaluated, else as
+last logged) and their curves over training. Names are those of the folders, or NAME=RUN. Writes report.html, report.md
+and figures/ under --workdir, and prints the tables. Runs may still be training.
 """
 
 import shlex
@@ -28,7 +28,8 @@ def define_flags() -> None:
 class _Run(NamedTuple):
     config: Config
     logged: dict[int, dict[str, float]]  # step -> what metrics.jsonl has of it
-    metrics: dict[str, float]  # of evaluation.json, else as last logged
+    metrics: dict[str, float]  # as last logged
+    evaluated: dict[str, float]  # of evaluation.json; {} if there is none
 
 
 def _read(path: Path) -> _Run:
@@ -49,10 +50,11 @@ def _read(path: Path) -> _Run:
         logged.setdefault(line["step"], {}).update((k, float(x)) for k, x in line.items() if NUMBER.holds(x))
     metrics = {name: value for line in logged.values() for name, value in line.items()}
     metrics.pop("loss_nats", None)  # of a training batch, which the held-out loss must not stand beside
+    evaluated = {}
     if (path / "evaluation.json").is_file():
         found = read_json(path / "evaluation.json", "evaluation").get("metrics")
-        metrics |= check_metrics(found, f"{path / 'evaluation.json'}, metrics")
-    return _Run(config, logged, metrics)
+        evaluated = check_metrics(found, f"{path / 'evaluation.json'}, metrics")
+    return _Run(config, logged, metrics, evaluated)
 
 
 def main(arguments: list[str]) -> None:
@@ -71,7 +73,12 @@ def main(arguments: list[str]) -> None:
     values = [[path, *(str(of[path]) for of in fields)] for path in fields[0]]
     different = [row for row in values if len(set(row[1:])) > 1]
     sentences += [] if different else ["Their configs are the same."]
-    tables = [metrics_table("How they ended", {name: run.metrics for name, run in runs.items()}, configs[0])]
+    left = [name for name, run in runs.items() if not run.evaluated]
+    if 0 < len(left) < len(runs):  # other rows than a probe's, so that they would not compare
+        command = f"orthojax evaluate --checkpoint={paths[left[0]]}"
+        sentences.append(f"Not evaluated: {', '.join(left)} ({command}); metrics of all are as last logged.")
+    ends = {name: run.metrics if left else run.metrics | run.evaluated for name, run in runs.items()}
+    tables = [metrics_table("How they ended", ends, configs[0])]
     tables += [Table("Fields of the config that differ", ["", *runs], different)] if different else []
     report = Report(
         title=", ".join(runs),

@@ -20,7 +20,7 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.errors import UserError
 from orthojax.files import require_file
-from orthojax.places import find_place
+from orthojax.places import find_place, is_pretrained
 
 FLAGS = flags.FLAGS
 _TOKENS = 100
@@ -30,6 +30,7 @@ def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_compile_cache()
     flags.DEFINE_string("model", None, "The model: a run, a checkpoint, a pretrained model, or smollm2.")
+    flags.DEFINE_alias("checkpoint", "model")
     flags.DEFINE_string("prompt", None, "Text to continue.")
     flags.DEFINE_string("prompt_file", None, "UTF-8 file with text to continue.")
     flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")
@@ -87,6 +88,13 @@ def main(_: list[str]) -> None:
     if FLAGS.tokens is None and FLAGS.window is None and c.position == "learned" and len(prompt) < c.max_length:
         steps = min(steps, c.max_length - len(prompt))
     generated = stream(loaded, prompt, steps, **options)  # checks the prompt
+    trained = loaded.config.data.sequence_length
+    if c.position == "learned" and FLAGS.window is None and not is_pretrained(loaded.source):
+        if len(prompt) + steps > trained:
+            words = (
+                f"positions beyond the {trained} tokens of its training are not trained; --window={trained} avoids them"
+            )
+            print(words, file=sys.stderr)
 
     def ids() -> Iterator[int]:
         for token in generated:

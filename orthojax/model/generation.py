@@ -180,7 +180,11 @@ def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int
     size = -(-total // _SIZES) * _SIZES
     if c.position == "learned":
         if total > c.max_length:
-            what = f"a prompt of {prompt} tokens and what follows are {total} positions" if prompt > 1 else f"{total}"
+            what = (
+                f"a prompt of {prompt} tokens and what follows are {total} positions"
+                if prompt > 1
+                else f"a text of {total} positions"
+            )
             fewer = f"{c.max_length - prompt} more tokens or fewer, or " if prompt < c.max_length else ""
             allowed = f"{fewer}a window of {c.max_length}, which keeps the latest tokens"
             raise UserError(f"{what}, and the model has {c.max_length}", allowed=allowed)
