@@ -109,6 +109,6 @@ def test_wrong_arrays_are_refused(arrays, name):
 
 
 def test_weights_over_other_keys_than_the_hidden_states_are_refused():
-    hidden, weights = np.ones((1, 2, 5, 8)), np.full((1, 2, 5, 5, 3), 0.2)  # [L, B, T, S, N] in place of [L, B, N, T, S]
+    hidden, weights = np.ones((1, 2, 5, 8)), np.full((1, 2, 5, 5, 3), 0.2)  # heads last
     with pytest.raises(ValueError, match="weights over 3 keys, hidden states of 5 positions"):
-        summarize(hidden, weights)
+        analysis.summarize(hidden, weights)
