@@ -3,7 +3,7 @@
 Letters that name array axes inside functions: B batch, T query positions, S key positions, N query heads,
 K key-value heads, H head width, D d_model, V vocabulary.
 
-Public names resolve on first use, so a project that takes only the optimizer needs only jax and optax.
+Public names resolve on first use, so a project that uses only the optimizer needs only jax and optax.
 """
 
 import importlib
@@ -46,7 +46,7 @@ _HOME = {
     for name in names
 }
 _PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "pretrained", "train", "experiments")
-# Without flax, which the extra `train` brings, help() and `import *` leave these out; used, they say what they need.
+# Without flax, which the extra `train` installs, help() and `import *` skip these; using one says what it needs.
 _NEED_FLAX = frozenset({"Transformer", "load", "pretrained", "train"})
 _ABSENT = frozenset() if importlib.util.find_spec("flax") else _NEED_FLAX
 

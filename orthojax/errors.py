@@ -5,7 +5,7 @@ import difflib
 import errno
 from collections.abc import Iterable, Iterator
 
-# Errors of the operating system that a user can act on. A file that is missing is not among them: it may be our fault.
+# Errors of the operating system that a user can act on. A missing file is not among them: it may be our fault.
 _OF_THE_SYSTEM = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE),
     *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ESTALE),
@@ -23,15 +23,15 @@ class UserError(ValueError):
     """Invalid input: the command lines print it without a traceback and exit with code 2."""
 
     def __init__(self, problem: str, *, allowed: str = "", hint: str = ""):
-        """Joins what was wrong, what is allowed instead, and the nearest right name or what to do next; a line each."""
+        """Joins the problem, what is allowed instead, and the nearest valid name or what to do next, on a line each."""
         super().__init__(printable("\n".join(filter(None, (problem, allowed and f"allowed: {allowed}", hint)))))
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop, and its state is saved, at a step if that is known."""
+    """A signal asked the run to stop, and its state is saved; the step is given if it is known."""
 
     def __init__(self, signum: int, step: int | None = None):
-        super().__init__(signum, step)  # so that it travels between processes
+        super().__init__(signum, step)  # so that it can be passed between processes
         self.signum, self.step = signum, step
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Interrupted(Exception):
 
 
 def as_user_error(error: OSError) -> UserError | None:
-    """Returns the user error for an error of the operating system, such as a full disk; None for one that is ours."""
+    """Returns the user error for an error of the operating system, such as a full disk; None for our own."""
     if error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{error.strerror}: {error.filename or 'while reading or writing'}")
@@ -76,7 +76,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns the hint 'did you mean ...?' for a mistyped name, or '' if none is near.
+    """Returns the hint 'did you mean ...?' for a mistyped name, or '' if none is close.
 
     >>> nearest("sofmax1", ["softmax1", "relu"])
     "did you mean 'softmax1'?"

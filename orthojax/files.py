@@ -17,11 +17,11 @@ from orthojax.errors import UserError
 
 
 def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
-    """Creates a folder and its parents unless it exists, and checks that these files can be written to it.
+    """Creates a folder and its parents unless it exists, and checks that `files` can be written to it.
 
     Raises:
       UserError: If a part of the path is a file or a broken link, the folder cannot be written to, or one of the files
-        is a folder; `what` names it.
+        is a folder; `what` names the folder in the message.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -38,10 +38,10 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replaces a file in one step: readers see the old content or the new, also after a kill or a full disk.
+    """Replaces a file in one step: readers see the old content or the new, even after a kill or a full disk.
 
-    Several processes may do so at once, and the last one wins; `write` gets a binary file with a temporary name. What
-    killed processes left under such names goes.
+    Several processes may do so at once, and the last one wins; `write` gets a binary file with a temporary name. Files
+    that killed processes left under such names are removed.
 
     Raises:
       OSError: With the name of the file, which the error of a full disk lacks.
@@ -50,13 +50,13 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
-            locked = try_lock(file)  # which tells others that it is no orphan
+            locked = try_lock(file)  # tells other processes that it is not an orphan
             write(file)
             file.flush()
-            os.fsync(file.fileno())  # or a power cut leaves the new name with nothing behind it
+            os.fsync(file.fileno())  # else a power cut leaves an empty file under the new name
             if locked:
                 temporary.replace(path)
-        if not locked:  # Windows renames no open file
+        if not locked:  # Windows cannot rename an open file
             temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -67,21 +67,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def _remove_orphans(path: Path) -> None:
     for left in map(Path, glob.glob(f"{glob.escape(str(path.parent))}/.{glob.escape(path.name)}.*-*.tmp")):
         with contextlib.suppress(OSError), left.open("ab") as file:
-            # A second: another process may have made it just now, and lock it next.
+            # One second, since another process may have just created it and is about to lock it.
             if time.time() - left.stat().st_mtime > 1 and try_lock(file):
                 left.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a UTF-8 text file in one step, as `write_atomically`; bytes of paths that are not UTF-8 are escaped."""
+    """Replaces a UTF-8 text file like `write_atomically`; bytes of paths that are not UTF-8 are escaped."""
     write_atomically(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def require_file(path: Path, what: str) -> None:
-    """Checks that a regular file is there; opening a pipe would wait for ever.
+    """Checks that a path is a regular file; opening a pipe would wait forever.
 
     Raises:
-      UserError: If nothing is there, or a folder, a pipe or a device is; `what` names it ("token file", "report").
+      UserError: If the path does not exist or is a folder, pipe or device; `what` names it ("token file", "report").
     """
     if os.path.isfile(path):  # os.path: pathlib raises for names that are too long
         return
@@ -93,7 +93,7 @@ def require_file(path: Path, what: str) -> None:
 
 
 def nearest_path(path: Path) -> str:
-    """Returns the hint 'did you mean ...?' for a path whose last part is mistyped, or '' if none is near."""
+    """Returns the hint 'did you mean ...?' for a path whose last part is mistyped, or '' if none is close."""
     if os.path.lexists(path):
         return ""
     try:
@@ -104,7 +104,7 @@ def nearest_path(path: Path) -> str:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the numbers that JSON has: neither NaN nor infinite ones.
+    """Returns the numbers that JSON can represent: neither NaN nor infinite ones.
 
     >>> finite({"a": 1.0, "b": math.nan})
     {'a': 1.0}
@@ -116,7 +116,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
     """Parses JSON that may be damaged.
 
     Raises:
-      UserError: For invalid UTF-8 or JSON, nesting deeper than Python's stack and integers of thousands of digits.
+      UserError: For invalid UTF-8 or JSON, nesting deeper than Python's stack, or integers of thousands of digits.
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
@@ -127,7 +127,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Reads a JSON object from a file; what is in it is for the caller to check.
+    """Reads a JSON object from a file; the caller checks its contents.
 
     Raises:
       UserError: If the file is absent, not a regular file, unreadable, or holds no object; `what` names it.
@@ -166,7 +166,7 @@ def require_utf8(path: Path, what: str) -> None:
     """Refuses a path with bytes that are not UTF-8: TensorStore, which reads and writes arrays, cannot open it.
 
     Raises:
-      UserError: If there are any in its absolute form; `what` names it.
+      UserError: If the absolute path has such bytes; `what` names it.
     """
     try:
         str(path.absolute()).encode()

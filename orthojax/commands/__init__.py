@@ -1,7 +1,7 @@
-"""The commands: `orthojax NAME`, the same as `python -m orthojax NAME` and, in a clone, `python launch/NAME.py`.
+"""The commands: `orthojax NAME`, or `python -m orthojax NAME`, or in a clone `python launch/NAME.py`.
 
-A command is a module with `define_flags()` and `main(arguments)`, whose docstring is its help. Flags of absl belong to
-the process, so that only the command that runs defines its own.
+A command is a module with `define_flags()` and `main(arguments)`, whose docstring is its help. Flags of absl are global
+to the process, so only the command that runs defines its own.
 """
 
 import importlib

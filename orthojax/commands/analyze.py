@@ -4,9 +4,9 @@
 Face cache, smollm2) and runs of orthojax train; several, with or without names, are compared:
 --model=base=PATH,tuned=PATH. --checkpoints measures every checkpoint that a run kept, as a series over its steps.
 Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head. Two
-texts are there without files: topics (Python's documentation, the default) and stdlib (its sources); held_out is the
-run's own evaluation set, which a run on Bigram-Backcopy always has.
-Perplexity is measured in float and rounded to 8 and 4 bits, also after a rotation; --quick leaves most of it out.
+texts need no files: topics (Python's documentation, the default) and stdlib (its sources); held_out is the run's own
+evaluation set, always used for a run on Bigram-Backcopy.
+Perplexity is measured in float and rounded to 8 and 4 bits, also after a rotation; --quick skips most of this.
 --knock_out=8 removes every head, attention and MLP in turn, on 8 rows of the text; other interventions are arrays in
 Python, see orthojax.Interventions and orthojax.train.evaluate_by_head.
 Writes report.html, report.md, figures/ and results.json under --workdir, a card of each model as card.json or
@@ -40,32 +40,32 @@ def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_cache_dir()
     cli.define_compile_cache()
-    flags.DEFINE_multi_string("model", [], "PATH or NAME=PATH, or several with commas between.")
+    flags.DEFINE_multi_string("model", [], "PATH or NAME=PATH, or several separated by commas.")
     flags.DEFINE_bool("checkpoints", False, "Measure every checkpoint that the run kept.")
     flags.DEFINE_list("text", ["topics"], "Text and .jsonl files, folders or patterns; or topics, stdlib, held_out.")
     flags.DEFINE_string("token_ids", "", "A .npy file of token ids [rows, length + 1] or [tokens], instead of --text.")
     flags.DEFINE_string("tokenizer", "", "File of the tokenizer, if the model's own is not known.")
-    flags.DEFINE_integer("rows", None, "Rows of the text, 16 if not given, 4 with --quick; 0 for all.", lower_bound=0)
+    flags.DEFINE_integer("rows", None, "Rows of the text; 16 by default, 4 with --quick; 0 for all.", lower_bound=0)
     flags.DEFINE_integer(
-        "length", 0, "Tokens of a row; 0 for the length at which the model was trained, 256 at most.", lower_bound=0
+        "length", 0, "Tokens per row; 0 for the length at which the model was trained, at most 256.", lower_bound=0
     )
     flags.DEFINE_integer(
-        "stride", 0, "Also the perplexity of all of --text by a window of --length that slides so far.", lower_bound=0
+        "stride", 0, "Also measure perplexity on all of --text in windows of --length, this many apart.", lower_bound=0
     )
-    flags.DEFINE_integer("batch", 8, "Rows at once; dynamic quantisation scales are those of a batch.", lower_bound=1)
-    flags.DEFINE_bool("packed", False, "Let rows run over the ends of documents, with an end-of-text token after each.")
-    flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; as the model was trained if not given.")
+    flags.DEFINE_integer("batch", 8, "Rows per batch; dynamic quantisation scales are taken per batch.", lower_bound=1)
+    flags.DEFINE_bool("packed", False, "Let rows cross the ends of documents, with an end-of-text token after each.")
+    flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; by default as the model was trained.")
     define_settings("those of a card")
     flags.DEFINE_bool("quick", False, "Few rows, int8_coarse and w4a4 only, no rotation, no streaming.")
     flags.DEFINE_string("attention_of", "", "A short text whose attention weights are drawn, for --heads.")
     flags.DEFINE_list("heads", ["0.0"], "Heads of --attention_of as LAYER.HEAD: 0.3,1.2.")
-    flags.DEFINE_list("card", [], "Files of cards of other models, to compare with.")
+    flags.DEFINE_list("card", [], "Card files of other models to compare with.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
-    flags.DEFINE_string("workdir", "", "Where results and reports go; runs/analyze/NAMES if not given.")
+    flags.DEFINE_string("workdir", "", "Folder of results and reports; runs/analyze/NAMES by default.")
 
 
 def checkpoint_series(run: str) -> dict[str, str]:
-    """Returns step -> path of the checkpoints that a run kept, by step; a UserError for fewer than two."""
+    """Returns step -> path of the checkpoints that a run kept, in order; raises UserError for fewer than two."""
     for folder in (Path(run) / "checkpoints", Path(run)):
         if len(steps := steps_in(folder)) > 1:
             return {str(step): str(folder / str(step)) for step in steps}
@@ -73,7 +73,7 @@ def checkpoint_series(run: str) -> dict[str, str]:
 
 
 def _require_length(path: str) -> Path:
-    """Returns where a model is; refuses before all work a --length that it does not have."""
+    """Returns the path of a model; refuses, before any work, a --length that it does not support."""
     from orthojax.train import find_model
 
     place, config = find_model(path)
@@ -115,7 +115,7 @@ def _open(loaded: Any) -> tuple[Any, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    """Returns the settings of `--settings`; if it is not given, those of a card, or with `--quick` two of them."""
+    """Returns the settings of `--settings`; by default those of a card, or two of them with `--quick`."""
     from orthojax import quant
     from orthojax.commands import card
 
@@ -159,7 +159,7 @@ def _attention(name: str, loaded: Any) -> list[Any]:
 def _measure(
     name: str, place: Path, workdir: Path, settings: dict[str, Any]
 ) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
-    """Returns what was measured of a model, the sections of its card, the provenance of its text, and pictures."""
+    """Returns the measurements of a model, the sections of its card, the provenance of its text, and pictures."""
     from tqdm import tqdm
 
     from orthojax import __version__
@@ -206,7 +206,7 @@ def main(_: list[str]) -> None:
     if not FLAGS.model:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
     models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
-    _heads()  # refused before all work
+    _heads()  # refused before any work
     for path in models.values():
         find_place(path)
     if FLAGS.stride and (FLAGS.token_ids or FLAGS.text == ["held_out"]):

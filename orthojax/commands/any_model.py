@@ -1,6 +1,6 @@
-"""Measurements of any model and their report: a run, a published model, a .gguf file.
+"""Measurements and reports of any model: a run, a published model, a .gguf file.
 
-All numbers are those of `orthojax.train.evaluate_by_head`.
+All numbers come from `orthojax.train.evaluate_by_head`.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from orthojax.train import Inputs, evaluate_by_head
 from orthojax.train.evaluation import validation_loss_nats
 
 _SHOWN_HEADS = 12
-_QUANTISED = "perplexity_"  # so begin the names of the metrics of quantised models
+_QUANTISED = "perplexity_"  # how the names of metrics of quantised models begin
 
 
 def _documents(files: Sequence[str]) -> tuple[Iterable[str], str]:
-    """Returns the documents behind `--text`, and what they are."""
+    """Returns the documents of `--text`, and their description."""
     if list(files) == ["topics"]:
         from pydoc_data.topics import topics
 
@@ -44,21 +44,20 @@ def _documents(files: Sequence[str]) -> tuple[Iterable[str], str]:
 def read_rows(
     files: Sequence[str], tokenizer: Tokenizer, *, rows: int, length: int, bos: bool = False, packed: bool = False
 ) -> Inputs:
-    """Reads rows of a text as tokens of a model, each of one document: the first of every document, then the second.
+    """Reads rows of a model's tokens, each from one document: the first row of every document, then the second rows.
 
-    So no row has a separator, which is often a second sink. What is left of a document after its last whole row is not
-    read.
+    So no row has a separator, which is often a second sink. The rest of a document after its last whole row is skipped.
 
     Args:
-      files: Of `orthojax.data.text_corpus`; or one of "topics", Python's documentation, and "stdlib", its sources.
+      files: As for `orthojax.data.text_corpus`; or "topics", Python's documentation, or "stdlib", its sources.
       tokenizer: The model's.
-      rows: At most that many; 0 for all.
+      rows: Maximum number of rows; 0 for all.
       length: T, tokens that the model sees; rows have one more, the last target.
       bos: Start every row with the tokenizer's BOS token.
-      packed: Cut rows from all documents as one, with an end-of-text token after each.
+      packed: Cut rows from all documents joined, with an end-of-text token after each document.
 
     Raises:
-      UserError: For files that cannot be read, or text of less than one row.
+      UserError: For files that cannot be read, or text shorter than one row.
     """
     documents, source = _documents(files)
     width = length + (not bos)
@@ -89,7 +88,7 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
     """Reads rows of token ids from a .npy file, [rows, T + 1 or more] or [tokens]; 0 rows for all.
 
     Raises:
-      UserError: For another file, or one of less than one row.
+      UserError: For any other file, or one shorter than one row.
     """
     require_file(path, "file of token ids")
     try:
@@ -112,23 +111,23 @@ def read_token_ids(path: Path, *, rows: int, length: int) -> Inputs:
 
 
 def read_text(files: Sequence[str], tokenizer: Tokenizer, *, bos: bool = False) -> np.ndarray:
-    """Reads files, as of `read_rows`, as one text with empty lines between documents, int32 [tokens]."""
+    """Reads files, as for `read_rows`, as one text with empty lines between documents, int32 [tokens]."""
     ids = tokenizer.encode_batch(["\n\n".join(_documents(files)[0])])[0]
     return np.concatenate([np.full(int(bos), tokenizer.bos_id, np.int32), ids])
 
 
 def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stride: int) -> float:
-    """Computes the mean loss of every token of a text but the first, each after as many others as a window allows.
+    """Computes the mean loss over all tokens of a text but the first, each with as much context as a window allows.
 
-    Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, the others
-    those that the one before did not. So published perplexities of long texts are computed; the guide of transformers
-    gives later windows the weight of one token less. With a stride of the length, pieces of the text stand alone, and
-    their first tokens are not predicted.
+    Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, each later one
+    those that the previous one did not. Published perplexities of long texts are computed this way; the guide of
+    transformers gives later windows the weight of one token less. If `stride` equals `length`, the pieces of the text
+    are independent, and their first tokens are not predicted.
 
     Args:
       loaded: A causal model.
       tokens: int32 [tokens], at least 2.
-      length: Of a window, at most the model's positions.
+      length: Tokens of a window, at most the model's positions.
       stride: 1 to `length`.
     """
     if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
@@ -147,10 +146,10 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
 
     for first in range(0, len(starts), size):
         few = list(starts[first : first + size])
-        few += [few[-1]] * (size - len(few))  # of one shape
+        few += [few[-1]] * (size - len(few))  # for one shape
         found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
         for at, row in dict(zip(few, found, strict=True)).items():
-            seen = max(length - stride, 1) if at else 1  # the others the window before has predicted
+            seen = max(length - stride, 1) if at else 1  # the previous window predicted the rest
             counted = row[seen - 1 : len(tokens) - at - 1]
             total, count = total + counted.sum(), count + len(counted)
     return total / count
@@ -166,7 +165,7 @@ class Measured(NamedTuple):
     """A measured model."""
 
     config: Config
-    metrics: dict[str, float]  # of `evaluate_by_head`, those that are finite
+    metrics: dict[str, float]  # the finite ones of `evaluate_by_head`
     arrays: dict[str, np.ndarray]  # of `evaluate_by_head` and `knock_out`
 
 
@@ -174,7 +173,7 @@ def measure_model(loaded: LoadedModel, inputs: Inputs) -> Measured:
     """Measures a model in float as `evaluate_by_head` does.
 
     Raises:
-      UserError: For token ids or a length that the model does not have, or a model that is not causal.
+      UserError: For token ids or a length that the model does not support, or a model that is not causal.
     """
     model, rows = loaded.config.model, inputs.evaluation
     if model.attention_mask != "causal":
@@ -188,14 +187,14 @@ def measure_model(loaded: LoadedModel, inputs: Inputs) -> Measured:
 
 
 def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
-    """Computes by how much the loss in nats on the first rows changes if a part writes nothing to the residual stream.
+    """Computes the change of the loss in nats on the first rows if a part writes nothing to the residual stream.
 
     Returns:
       `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
     """
     L, N = loaded.config.model.num_layers, loaded.config.model.num_heads
     few = inputs._replace(evaluation=inputs.evaluation[:rows])
-    # All of the same shapes, so that one compiled program serves them.
+    # All have the same shapes, so that one compiled program serves them.
     whole = {"head": np.ones((L, N), np.float32), "attention": np.ones(L, np.float32), "mlp": np.ones(L, np.float32)}
 
     def loss(scales: Mapping[str, np.ndarray]) -> float:
@@ -262,7 +261,7 @@ def report(
     """Returns the report of one or several models.
 
     Args:
-      measured: Name -> what was measured; if all names are numbers, these are steps of one run, by step.
+      measured: Name -> measurements; if all names are numbers, they are steps of one run, in order.
       sources: The texts.
       notes: The command, the machine and the time.
       more: Further tables and pictures of a model, by its name.
@@ -272,7 +271,7 @@ def report(
     sentences = [f"All metrics are of {'; '.join(sources)}. Layers and heads count from 0."]
     if len(measured) > 1 and not series:
         sentences.append("Losses are per token: models with different tokenizers compare by bits per byte.")
-    shown = dict(list(measured.items())[-1:]) if series else measured  # by layer and head, of a series its end
+    shown = dict(list(measured.items())[-1:]) if series else measured  # by layer and head, for a series its end
     for name, of in shown.items():
         model = of.config.model
         shape = f"{model.num_layers} layers of width {model.d_model}, {model.num_heads} heads"
@@ -300,7 +299,7 @@ def report(
 
 
 def _headlines(metrics: Mapping[str, float], config: Config) -> list[tuple[str, str, str]]:
-    """Returns the numbers on top of the page of one model: outliers, the sink, and what the coarsest rounding costs."""
+    """Returns the numbers on top of the page of one model: outliers, the sink, the cost of the coarsest rounding."""
     given = analysis.conditions(config)
     found = [(analysis.label(name), analysis.show(name, metrics[name]), analysis.compared_with(name, metrics, given))
              for name in ("kurtosis_first", "first_attention_fraction") if name in metrics]  # fmt: skip
@@ -311,9 +310,9 @@ def _headlines(metrics: Mapping[str, float], config: Config) -> list[tuple[str, 
 
 
 def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:
-    """Returns a table of metrics by the name of the model, those of single layers left out.
+    """Returns a table of metrics by model name, without those of single layers.
 
-    The levels of chance are those of the run `config`.
+    The levels of chance are for the run `config`.
     """
     given, first = analysis.conditions(config), next(iter(metrics.values()))
     found = dict.fromkeys(name for of in metrics.values() for name in of)
@@ -326,7 +325,7 @@ def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], conf
 
 
 def _cell(metrics: Mapping[str, float], name: str) -> str:
-    """Returns a value, of quantised models with the change against the float one; '-' if it is missing."""
+    """Returns a value, for quantised models with the change from the float one; '-' if it is missing."""
     if name not in metrics:
         return "-"
     shown = analysis.show(name, metrics[name])
@@ -353,7 +352,7 @@ def _layer_table(name: str, of: Measured) -> Table:
 
 
 def _by_head(of: Measured) -> dict[str, np.ndarray]:
-    """Returns metric -> [L, N], attention on the first token before all others."""
+    """Returns metric -> [L, N], with attention to the first token first."""
     found = {name: of.arrays[name] for name in (*analysis.CATALOGUE, "knocked_out_head") if name in of.arrays}
     first = "first_attention_mass" if "first_attention_mass" in found else "sink_attention"
     return {first: found[first]} | found
@@ -371,7 +370,7 @@ def _head_table(name: str, of: Measured) -> Table:
 
 
 def _by_layer(of: Measured) -> dict[int, dict[str, float]]:
-    """Returns the metrics of each layer under their names without the layer."""
+    """Returns the metrics of each layer, named without the layer."""
     found: dict[int, dict[str, float]] = {i: {} for i in range(of.config.model.num_layers)}
     for name, value in of.metrics.items():
         metric, _, layer = name.partition("/layer_")
@@ -381,9 +380,9 @@ def _by_layer(of: Measured) -> dict[int, dict[str, float]]:
 
 
 def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_label: str) -> list[Picture]:
-    """Draws metrics over layers or steps, a picture for all that share an axis, with a panel for each metric.
+    """Draws metrics over layers or steps, one picture for all that share an axis, with a panel for each metric.
 
-    Curves are label -> x -> metrics there; drawn are those that are there at two places at least.
+    `curves` is label -> x -> metrics; a metric is drawn if at least two x have it.
     """
     pictures = []
     for metrics, scale in _CURVES:

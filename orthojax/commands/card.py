@@ -1,4 +1,4 @@
-"""The card of a model: what the papers and their neighbours measure, as one JSON file, made in stages that are kept.
+"""The card of a model: what the papers and related work measure, as one JSON file, made in stages that are kept.
 
 docs/card.schema.json describes it.
 """
@@ -39,21 +39,21 @@ _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and
 
 
 class Stages:
-    """The finished parts of one measurement, each in a file of its own, so that an interrupted one resumes."""
+    """The finished parts of a measurement, each in its own file, so that an interrupted measurement resumes."""
 
     def __init__(self, folder: Path, of: Any, say: Callable[[str], object] = lambda what: None):
-        """Keeps parts in a folder that exists; those that are there count if they are of the same JSON value `of`."""
+        """Keeps parts in an existing folder; parts already there are reused if they have the same JSON value `of`."""
         self._folder, self._of, self._say = folder, of, say
 
     def __call__(self, name: str, compute: Callable[[], Any], *options: Any) -> Any:
-        """Returns the JSON value that `compute` makes, or made before with these options.
+        """Returns the JSON value that `compute` makes, or made earlier with these options.
 
-        Of a UserError it is {"left_out": what it says}, and is not kept.
+        For a UserError it is {"left_out": its message}, and is not kept.
         """
         path = self._folder / f"{name}.json"
         of = hashlib.sha256(json.dumps([self._of, options], sort_keys=True).encode()).hexdigest()
         kept: dict[str, Any] = {}
-        with contextlib.suppress(UserError):  # one that is missing or damaged is computed
+        with contextlib.suppress(UserError):  # a missing or damaged part is computed
             kept = read_json(path, "stage")
         if kept.get("of") == of:
             found = kept.get("found")
@@ -68,7 +68,7 @@ class Stages:
 
 
 def identity(place: Path, workdir: Path) -> list[Any]:
-    """Returns what changes with a model's files: their names, sizes and times; the workdir may be among them."""
+    """Returns the names, sizes and times of a model's files, which change with them, without those in the workdir."""
     own = workdir.resolve()
     files = (
         [place]
@@ -105,13 +105,13 @@ def measure(
       stages: Keeps the parts.
       quick: Leave out rotation, propagated errors and streaming.
       quantize_head: Also round the output head.
-      knock_out_rows: On how many rows every part is removed in turn.
+      knock_out_rows: Number of rows on which every part is removed in turn.
 
     Returns:
-      The metrics and arrays, and the sections of the card besides them.
+      The metrics and arrays, and the other sections of the card.
 
     Raises:
-      UserError: As `measure_model`.
+      UserError: As for `measure_model`.
     """
     found = stages("statistics", lambda: _statistics(loaded, inputs))
     if "left_out" in found:
@@ -171,7 +171,7 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """Returns a token as text, of a special one its name, or its number."""
+    """Returns a token as text, for a special one its name, or its number."""
     if tokenizer is None:
         return str(token)
     named = getattr(tokenizer.backend, "id_to_token", None)
@@ -190,25 +190,25 @@ def _propagated(loaded: LoadedModel, inputs: Inputs, name: str) -> dict[str, Any
     found = quant.rounding_error(Transformer(loaded.config.model), loaded.params, quant.setting_named(name), tokens)
     error = found.pop("last_state_error")
     by_path: dict[str, dict[str, float]] = {}
-    for key, value in finite(found).items():  # infinite where nothing is rounded
+    for key, value in finite(found).items():  # infinite if nothing is rounded
         kind, _, path = key.partition("/")
         by_path.setdefault(path, {})[kind.removesuffix("sqnr_db").rstrip("_") or "whole"] = value
     return {"last_state_error": error, "sqnr_db": by_path}
 
 
 def _cached(loaded: LoadedModel, inputs: Inputs, name: str) -> dict[str, float]:
-    """Measures the model with a cache of keys and values of few bits, and counts the bytes of a token in it."""
+    """Measures the model with a low-bit cache of keys and values, and counts its bytes per token."""
     model, (bits, first) = loaded.config.model, _CACHES[name]
     loss = validation_loss_nats(
         loaded.config, loaded.params, inputs, model=quant.rounded_cache(loaded.model, bits, first)
     )
-    # A scale and a smallest value of 16 bits for the keys of each head, and for its values.
+    # A 16-bit scale and a 16-bit smallest value for the keys of each head, and for its values.
     size = model.num_layers * model.kv_heads * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)
     return {"perplexity": perplexity(loss), "bytes_per_token": size}
 
 
 def _streamed(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
-    """Measures the second half of rows, read token by token with a quarter of them in view."""
+    """Measures the second half of each row, read token by token with a quarter of the row in view."""
     rows = inputs.evaluation[:_STREAMED_ROWS]
     window = (rows.shape[1] - 1) // 4
     if window <= _SINKS:
@@ -221,7 +221,7 @@ def _streamed(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
 
 
 def _format(of: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Returns an entry of `rounding` with what is lost of the perplexity in float."""
+    """Returns an entry of `rounding` with its perplexity loss relative to float."""
     found = {key: value for key, value in of.items() if not key.startswith("perplexity_") or key.endswith("_rotated")}
     for key in ("", "_rotated", "_with_head"):
         value = of.get(f"perplexity_{of['format']}{key}" if key != "_rotated" else "perplexity_rotated")
@@ -254,7 +254,7 @@ def make_card(
 
 
 def _finite(value: Any) -> Any:
-    """Leaves out of JSON objects numbers that JSON does not have."""
+    """Removes numbers that JSON cannot represent from JSON objects."""
     if isinstance(value, dict):
         kept = {key: _finite(of) for key, of in value.items()}
         return {key: of for key, of in kept.items() if not isinstance(of, float) or math.isfinite(of)}
@@ -262,7 +262,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_cards(path: Path) -> list[dict[str, Any]]:
-    """Reads a card, or a list of them; a UserError for a file that is none."""
+    """Reads a card, or a list of cards; raises UserError for any other file."""
     require_file(path, "card")
     values = parse_json(path.read_bytes(), f"card {path}")
     cards = values if isinstance(values, list) else [values]
@@ -274,7 +274,7 @@ def read_cards(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_card(value: Any) -> bool:
-    """Tells whether a JSON value has of the schema what `comparison` reads."""
+    """Returns whether a JSON value has the parts of the schema that `comparison` reads."""
 
     def are(entries: Any, **kinds: type | UnionType) -> bool:
         return isinstance(entries, list) and all(
@@ -292,7 +292,7 @@ def _is_card(value: Any) -> bool:
 
 
 def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns a table of the metrics of several cards, and of what each format costs."""
+    """Returns a table of the metrics of several cards, and of the cost of each format."""
     columns: list[dict[str, str]] = []
     for card in cards:
         column = {analysis.label(of["name"]): analysis.show(of["name"], of["value"]) for of in card["metrics"]}

@@ -29,7 +29,7 @@ _CONFIG_FILE = "Python file with get_config() -> orthojax.config.Config, or the 
 
 # mallopt's parameters, as glibc's <malloc.h> numbers them.
 _KEEP_FREED_MEMORY = {
-    -4: 0,  # M_MMAP_MAX: no block has a mapping of its own, which would go back to the system when it is freed
+    -4: 0,  # M_MMAP_MAX: no block has a mapping of its own, which would go back to the system when freed
     -1: 2**31 - 1,  # M_TRIM_THRESHOLD: the end of the heap is never given back
     -2: 500_000_000,  # M_TOP_PAD: the heap grows by 500 MB at a time
     -8: 1,  # M_ARENA_MAX: one heap, since what threads allocate in heaps of their own is mapped
@@ -55,7 +55,7 @@ def define_compile_cache() -> None:
 
 
 def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
-    """Returns name -> path, in order; a path without a name takes the last part of it; raises UserError for bad names.
+    """Returns name -> path, in order; a path without a name is named by its last part; raises UserError for bad names.
 
     >>> named_paths(["smollm2,tuned=runs/tuned", "runs/base/"])
     {'smollm2': 'smollm2', 'tuned': 'runs/tuned', 'base': 'runs/base/'}
@@ -76,7 +76,7 @@ def named_paths(given: Sequence[str], flag: str = "--model=") -> dict[str, str]:
 
 
 def tokenizing_progress() -> Callable[..., None]:
-    """Returns a callback that shows each step of tokenisation as a bar: (what, bytes done, bytes in all, tokens=0)."""
+    """Returns a callback that shows each step of tokenisation as a bar: (what, bytes done, total bytes, tokens=0)."""
     from tqdm import tqdm
 
     bars: dict[str, tqdm] = {}
@@ -101,7 +101,7 @@ def load_config() -> Config:
 
 
 def _found(path: Path) -> Path:
-    """Returns the file of a config; one that comes with the package has a name everywhere: configs/NAME.py, or NAME."""
+    """Returns the file of a config; one from the package is found in any folder, as configs/NAME.py or NAME."""
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     shipped = name if name.suffix or not homes else name.with_suffix(".py")
@@ -134,7 +134,7 @@ def _config_from_file(path: Path) -> Config:
         where = f", line {lines[-1]}" if lines else ""
         try:
             said = f": {error}"
-        except Exception:  # of an error that cannot say it
+        except Exception:  # for an error that cannot be printed
             said = ""
         raise UserError(f"config file {path}{where}: {type(error).__name__}{said}") from error
     if not isinstance(config, Config):
@@ -185,7 +185,7 @@ def fail(error: BaseException) -> NoReturn:
     """Ends the process with at most three lines and exit code 2."""
     first, *rest = [line for line in str(error).splitlines() if line.strip()][:3]
     message = "\n".join([f"error: {first}", *(f"  {line}" for line in rest)])
-    if "tqdm" in sys.modules:  # a bar may still be there: above it
+    if "tqdm" in sys.modules:  # a bar may still be shown: print above it
         sys.modules["tqdm"].tqdm.write(message, file=sys.stderr)
     else:
         print(message, file=sys.stderr)
@@ -193,10 +193,10 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def guarded(call: Callable[[], Any]) -> Any:
-    """Calls; a user error becomes at most three lines and exit code 2, a crash of ours keeps its traceback."""
+    """Calls a function; a user error becomes at most three lines and exit code 2, our own crash keeps its traceback."""
     try:
         result = call()
-        sys.stdout.flush()  # here, where a closed pipe is no crash
+        sys.stdout.flush()  # here, where a closed pipe is not a crash
         return result
     except (UserError, flags.Error) as error:
         fail(error)
@@ -246,10 +246,9 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
 def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory for the next allocation instead of returning it to the system.
 
-    On a CPU XLA's temporaries come from malloc, and glibc returns large ones at once, so that each training step takes
-    new pages, which the system clears one by one. Call it before any thread starts. It does nothing without glibc, on
-    other devices, and with the environment variable ORTHOJAX_KEEP_FREED_MEMORY=0. The process then holds the most
-    memory it ever needed.
+    On a CPU XLA's temporaries come from malloc, and glibc returns large ones at once, so each training step takes new
+    pages, which the system clears one by one. Call it before any thread starts. It does nothing without glibc, on other
+    devices, and with the environment variable ORTHOJAX_KEEP_FREED_MEMORY=0. The process then holds its peak memory.
 
     Returns:
       Whether freed memory is kept.
@@ -263,9 +262,9 @@ def keep_freed_memory() -> bool:
 
 
 def stop_without(parent: int) -> None:
-    """Stops this process as SIGTERM does, which saves its state, when the one that started it is gone, even by kill -9.
+    """Stops this process by SIGTERM, which saves its state, once its parent process is gone, even by kill -9.
 
-    `parent` is the number of that process.
+    `parent` is the parent's process id.
     """
 
     def watch() -> None:
@@ -280,14 +279,14 @@ def stop_without(parent: int) -> None:
 def run(main: Callable[[list[str]], None], *, positional: str = "", several: bool = False) -> None:
     """Parses flags, calls `main` with the positional arguments, and reports errors.
 
-    The docstring of its module is the help; `positional` says what an argument is, '' that there is none.
+    The docstring of `main`'s module is the help; `positional` describes an argument, '' if there are none.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is escaped, as on standard error
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks are escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
-    logging.set_verbosity(logging.FATAL)  # Orbax logs much, and all that it raises twice; --verbosity=0 brings it back
+    logging.set_verbosity(logging.FATAL)  # Orbax logs a lot, and its exceptions twice; --verbosity=0 restores it
     keep_freed_memory()
-    # Before NumPy and SciPy load it: OpenBLAS's own threads wait for each other in spinning, and where other work keeps
-    # cores busy, as XLA does here, a QR decomposition takes many times as long with them.
+    # Before NumPy and SciPy load it: OpenBLAS's own threads spin while they wait for each other, and if other work
+    # keeps cores busy, as XLA does here, a QR decomposition takes many times as long with them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))

@@ -1,8 +1,8 @@
 """Compares training runs: orthojax compare runs/a runs/b.
 
 Shows where their configs differ, how they ended (with the numbers of `orthojax evaluate` if all were evaluated, else as
-last logged) and their curves over training. Names are those of the folders, or NAME=RUN. Writes report.html, report.md
-and figures/ under --workdir, and prints the tables. Runs may still be training.
+last logged) and their curves over training. Runs are named by their folders, or by NAME=RUN. Writes report.html,
+report.md and figures/ under --workdir, and prints the tables. Runs may still be training.
 """
 
 import shlex
@@ -22,14 +22,14 @@ POSITIONAL, SEVERAL = "the folders of runs, RUN or NAME=RUN", True
 
 def define_flags() -> None:
     """Defines the flags of this command."""
-    flags.DEFINE_string("workdir", "runs/compare", "Where the report goes.")
+    flags.DEFINE_string("workdir", "runs/compare", "Folder of the report.")
 
 
 class _Run(NamedTuple):
     config: Config
-    logged: dict[int, dict[str, float]]  # step -> what metrics.jsonl has of it
+    logged: dict[int, dict[str, float]]  # step -> its line in metrics.jsonl
     metrics: dict[str, float]  # as last logged
-    evaluated: dict[str, float]  # of evaluation.json; {} if there is none
+    evaluated: dict[str, float]  # from evaluation.json; {} if there is none
 
 
 def _read(path: Path) -> _Run:
@@ -46,10 +46,10 @@ def _read(path: Path) -> _Run:
         raise UserError(f"{path / 'metrics.jsonl'} has no valid line", allowed="a JSON object with a step in each line")
     for line in lines:
         check(line["step"], COUNT, f"{path / 'metrics.jsonl'}, step")
-    for line in sorted(lines, key=lambda line: line["step"]):  # what is not finite is that of a run that diverged
+    for line in sorted(lines, key=lambda line: line["step"]):  # a run that diverged has values that are not finite
         logged.setdefault(line["step"], {}).update((k, float(x)) for k, x in line.items() if NUMBER.holds(x))
     metrics = {name: value for line in logged.values() for name, value in line.items()}
-    metrics.pop("loss_nats", None)  # of a training batch, which the held-out loss must not stand beside
+    metrics.pop("loss_nats", None)  # of a training batch, so not comparable with the held-out loss
     evaluated = {}
     if (path / "evaluation.json").is_file():
         found = read_json(path / "evaluation.json", "evaluation").get("metrics")
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
     different = [row for row in values if len(set(row[1:])) > 1]
     sentences += [] if different else ["Their configs are the same."]
     left = [name for name, run in runs.items() if not run.evaluated]
-    if 0 < len(left) < len(runs):  # other rows than a probe's, so that they would not compare
+    if 0 < len(left) < len(runs):  # on other rows than a probe's, so not comparable
         command = f"orthojax evaluate --checkpoint={paths[left[0]]}"
         sentences.append(f"Not evaluated: {', '.join(left)} ({command}); metrics of all are as last logged.")
     ends = {name: run.metrics if left else run.metrics | run.evaluated for name, run in runs.items()}

@@ -1,7 +1,8 @@
 """Evaluates a checkpoint: orthojax evaluate --checkpoint=runs/mine.
 
 Measures perplexity, outliers, attention and the five default quantisation settings on the held-out files of the
-checkpoint's own data, with the model that it was trained as, and writes evaluation.json, which also has every layer.
+checkpoint's own data, with the model config it was trained with, and writes evaluation.json, which also has every
+layer.
 --settings=w4a8,w4a4_group64 (or all) adds quantisation settings.
 """
 
@@ -28,9 +29,9 @@ def define_flags() -> None:
     cli.define_compile_cache()
     flags.DEFINE_string("checkpoint", None, "A run's workdir, its checkpoints folder, or one step's folder.")
     flags.DEFINE_alias("model", "checkpoint")
-    flags.DEFINE_string("workdir", None, "Where evaluation.json goes; beside the checkpoints if not given.")
+    flags.DEFINE_string("workdir", None, "Folder of evaluation.json; beside the checkpoints by default.")
     define_settings()
-    flags.DEFINE_bool("json", False, "Write one JSON object, that of evaluation.json, in the place of the tables.")
+    flags.DEFINE_bool("json", False, "Print the JSON object of evaluation.json instead of the tables.")
     flags.DEFINE_bool(
         "post_attention", False, "Also measure hidden states after attention: post_attention_kurtosis_first."
     )
@@ -41,7 +42,7 @@ def define_settings(default: str = "the five default ones") -> None:
     what = "Quantisation settings to simulate besides the five default ones; all for every one, none for none at all."
     what += f" If not given, {default}."
     flags.DEFINE_list("settings", [], what)
-    flags.DEFINE_bool("quantize_head", False, "Simulate every setting with the output head quantised as well.")
+    flags.DEFINE_bool("quantize_head", False, "Also quantise the output head in every setting.")
 
 
 def named_settings() -> dict[str, Any]:
@@ -55,7 +56,7 @@ def named_settings() -> dict[str, Any]:
 
 
 def fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that fit a model, and prints those that do not; none for kernels that are integers."""
+    """Returns the settings that fit a model, and prints those that do not; none for integer kernels."""
     from orthojax.model import linear
     from orthojax.train import settings_that_do_not_fit
 
@@ -105,7 +106,7 @@ def main(_: list[str]) -> None:
     train.keep_compiled_programs(FLAGS.compile_cache)
     beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
     workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
-    make_folder(workdir, "workdir", files=["evaluation.json"])  # before the work, so that a wrong path costs nothing
+    make_folder(workdir, "workdir", files=["evaluation.json"])  # before any work, so that a wrong path costs nothing
     inputs = train.open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress())
     train.require_same_data(step_folder, inputs.provenance)
     loaded = train.load(step_folder)
@@ -115,7 +116,7 @@ def main(_: list[str]) -> None:
     with tqdm(total=stages) as bar:
         metrics = train.evaluate(loaded, inputs, settings=settings, **options, on_progress=lambda _: bar.update())
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
-    # Before it is written: a full disk must not lose it.
+    # Before it is written, so that a full disk does not lose it.
     print(json.dumps(result) if FLAGS.json else "\n".join(overview(metrics, config)), flush=True)
     write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
     if not FLAGS.json:

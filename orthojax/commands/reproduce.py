@@ -2,8 +2,8 @@
 
 Without flags it runs the main job: two small language models on real text, vanilla and cured, for which two CPU cores
 are enough. Writes results.json, report.md, report.html and figures/ under the workdir; a second call resumes and skips
-what is done. --list shows all experiments, and of each the scale and seeds of the published results. --report writes
-the report of a results.json again, as of the experiment that it names unless --experiment names another.
+what is done. --list shows all experiments, each with the scale and seeds of its published results. --report rewrites
+the report of a results.json, for the experiment that the file names unless --experiment names another.
 """
 
 import os
@@ -42,13 +42,13 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "jobs",
         None,
-        "Most runs at once; by default one per GPU, or per CPU core as far as memory allows. With more jobs than GPUs, "
-        "several share one.",
+        "Maximum number of concurrent runs; by default one per GPU, or per CPU core as far as memory allows. With more "
+        "jobs than GPUs, several share one.",
         1,
     )
-    flags.DEFINE_string("only", None, "Train and measure this variant alone, and write no report.")
+    flags.DEFINE_string("only", None, "Train and measure only this variant, and write no report.")
     flags.DEFINE_list(
-        "report", None, "Folders of a results.json: write its report under --workdir, with the rows of all of them."
+        "report", None, "Folders with a results.json: write a report with the rows of all of them under --workdir."
     )
 
 
@@ -67,7 +67,7 @@ def _seeds() -> tuple[int, ...] | None:
 
 
 def _report_folders() -> list[Path]:
-    """Returns the folders of --report, [] without it; raises UserError beside flags of a new run."""
+    """Returns the folders of --report, [] without it; raises UserError if flags of a new run are given."""
     folders = FLAGS.report or []
     if FLAGS.report is not None and not all([folders, *folders]):
         raise UserError(f"--report={','.join(folders)} names no folder", allowed="--report=FOLDER[,...]")
@@ -77,7 +77,7 @@ def _report_folders() -> list[Path]:
 
 
 def _command(name: str, workdir: Path, scale: str) -> list[str]:
-    """Returns what starts this command in another process, for one run."""
+    """Returns the command line that starts one run in another process."""
     given = [f"--{of}={FLAGS[of].value}" for of in ("runs_dir", "cache_dir")]
     given += [f"--experiment={name}", f"--workdir={workdir}", f"--scale={scale}"]
     given += [f"--model={','.join(FLAGS.model)}"] if FLAGS.model else []

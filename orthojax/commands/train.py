@@ -1,7 +1,7 @@
 """Trains one model: orthojax train --config=configs/tiny_cured.py --workdir=runs/mine.
 
 Any field of the config can be set on the command line, as in --config.train.steps=2000 --config.train.seed=1.
-Writes config.json, metrics.jsonl and checkpoints/ under the workdir. Started again with the same flags, it resumes.
+Writes config.json, metrics.jsonl and checkpoints/ under the workdir. If started again with the same flags, it resumes.
 --config.mesh.data=-1 uses all devices; --multihost joins the processes of a cluster, each started with
 the same flags and a workdir that all of them see.
 """
@@ -26,18 +26,18 @@ def define_flags() -> None:
     cli.define_config()
     cli.define_cache_dir()
     cli.define_compile_cache()
-    flags.DEFINE_string("workdir", None, "Folder of the run; runs/NAME where not given and the config is NAME.py.")
+    flags.DEFINE_string("workdir", None, "Folder of the run; by default runs/NAME if the config is NAME.py.")
     flags.DEFINE_bool("multihost", False, "Join the processes that Slurm, Open MPI, GKE or Cloud TPU started.")
     flags.DEFINE_string(
         "coordinator_address",
         None,
-        "HOST:PORT of process 0, where no cluster provides it; needs --num_processes, --process_id.",
+        "HOST:PORT of process 0, if no cluster provides it; needs --num_processes, --process_id.",
     )
-    flags.DEFINE_integer("num_processes", None, "Processes of all machines together.", lower_bound=1)
+    flags.DEFINE_integer("num_processes", None, "Total number of processes on all machines.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
     flags.DEFINE_bool("dry_run", False, "Estimate what the run would take, compile its step and exit; no data is read.")
     flags.DEFINE_integer(
-        "pretend_devices", None, "For a dry run: as if there were so many devices.", lower_bound=1, upper_bound=2048
+        "pretend_devices", None, "For a dry run: as if there were this many devices.", lower_bound=1, upper_bound=2048
     )
 
 

@@ -17,7 +17,7 @@ METHODS: dict[str, dict[str, str]] = {
     "orthoadam": {"optim.optimizer": "orthoadam"},
     "cured": {"model.normalizer": "softmax1", "optim.optimizer": "orthoadam"},
 }
-# OrthoAdam rotated the output axes in most committed results, which are older than the default.
+# OrthoAdam rotated the output axes in most committed results, which are older than the current default.
 OUTPUT_AXIS = RotationConfig(axes="output")
 
 
@@ -48,7 +48,7 @@ LANGUAGE_MODEL = Config(
         scan_layers=False,  # compiles slower, runs faster
     ),
     optim=OptimConfig(optimizer="adam", learning_rate=3e-3, warmup_steps=100, rotation=OUTPUT_AXIS),
-    # Every passage comes at least twice, as quotations, logs and boilerplate do.
+    # Every passage occurs at least twice, as quotations, logs and boilerplate do.
     data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=128, bos=True, repeated_share=1.0),
     train=TrainConfig(
         steps=2000, batch_size=8, probe_every_steps=100, eval_every_steps=500, checkpoint_every_steps=500
@@ -65,7 +65,7 @@ SHALLOW_MODEL = Config(
     eval=EvalConfig(sequences=512, batch_size=64),
 )
 
-# The main job: ordinary text with weight decay, so that outliers and dominance both come within two minutes of a core.
+# The main job: ordinary text with weight decay, so that outliers and dominance both appear in two minutes on a core.
 MAIN_MODEL = config("tiny_vanilla")
 # Repeated passages, no decay, wider MLPs, more tokens: copying begins, and with it dominance.
 REPEATED_MODEL = replace(
@@ -81,7 +81,7 @@ REPEATED_MODEL = replace(
     },
 )
 # Repeated passages with rotary positions and swiglu: without a row of the position table to hold it, the peak of the
-# first token is written by an MLP, and stands out ten times. Of what two cores train this is damaged most by int8.
+# first token is written by an MLP, and stands out tenfold. Of the models that two cores train, int8 damages this most.
 BREAKING_MODEL = replace(
     MAIN_MODEL,
     {
@@ -93,7 +93,7 @@ BREAKING_MODEL = replace(
         "train.checkpoint_every_steps": 1000,
     },
 )
-# GPT-2 60M as the paper has it but for its text, vocabulary and batch: some minutes of one GPU.
+# GPT-2 60M as in the paper, except for text, vocabulary and batch: some minutes on one GPU.
 PACKAGES_MODEL = config("python_packages")
 # The one-layer model of Active-Dormant Attention Heads, four times narrower.
 BACKCOPY_MODEL = config("bigram_backcopy")

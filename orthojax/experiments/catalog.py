@@ -10,10 +10,10 @@ ALL: tuple[Study, ...] = (*OURS[:1], *FROM_ATTENTION, *ACTIVE_DORMANT, *OURS[1:]
 
 
 def find(name: str) -> Study:
-    """Returns the study of a name.
+    """Returns the study with a name.
 
     Raises:
-      UserError: For an unknown one.
+      UserError: For an unknown name.
     """
     known = {name: study for study in ALL for name in (study.name, *study.also)}
     if name not in known:

@@ -1,9 +1,9 @@
 """Claims as expressions over metrics: `REST["*_adam"] < 3.5` computes its verdict and prints its own criterion.
 
 A metric is computed for each seed and averaged; arithmetic and comparisons are on these means, unless
-`.in_every_seed()` asks for each seed. `*` in the names of variants stands for one case of a claim, which has to hold in
-all of them. Criteria are fixed before the seeds that decide them are run. One that was set or revised afterwards says
-so, with the verdict under the first criterion.
+`.in_every_seed()` asks for each seed. `*` in the names of variants stands for one case of a claim; the claim has to
+hold in all cases. Criteria are fixed before the seeds that decide them are run. A criterion that was set or revised
+afterwards says so, with the verdict under the first criterion.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ Verdict = Literal["holds", "does not hold", "not testable", "not measured"]
 
 
 class Scope(NamedTuple):
-    """The variants that a claim reads in one case, by the names that it uses, on shared seeds; and all of the study."""
+    """The variants that a claim reads in one case, by the names that it uses, on shared seeds; and all variants."""
 
     results: dict[str, Result]
     study: Sequence[Result] = ()
 
     def seeds(self) -> list["Scope"]:
-        """Returns a scope for each seed; existing models, which have one, stay as they are."""
+        """Returns a scope for each seed; existing models, which have one seed, stay as they are."""
         seeds = sorted({seed for of in self.results.values() if not of.given for seed in of.seeds})
         one = lambda of, seed: of if of.given else of.only([seed])  # noqa: E731
         return [self._replace(results={name: one(of, s) for name, of in self.results.items()}) for s in seeds] or [self]
@@ -39,11 +39,11 @@ class Scope(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expr:
-    """A number, or a truth value, of variants: its text, and what computes it.
+    """A number or a truth value of variants: its text, and the function that computes it.
 
-    `terms` are the metrics of variants that it reads and `names` these variants. `binding` says how tightly its
-    outermost operator binds, which decides on parentheses. `show` writes a value, `lacks` says in numbers what a truth
-    value needs that is not so, and `brief` are shorter words for it there.
+    `terms` are the metrics of variants that it reads and `names` those variants. `binding` says how tightly its
+    outermost operator binds, which decides on parentheses. `show` formats a value, `lacks` says in numbers why a
+    truth value is False, and `brief` is a shorter text for use there.
     """
 
     text: str
@@ -151,7 +151,7 @@ def _binary(symbol: str, of: Callable[[Any, Any], Any], binding: int, a: Any, b:
 
 
 class Metric(Quantity):
-    """A number of every seed of a variant; indexed by a variant's name it is an expression, the mean over its seeds."""
+    """A number for every seed of a variant; indexed by a variant's name, an expression: the mean over its seeds."""
 
     def __getitem__(self, variant: str) -> Expr:
         value = lambda scope: scope.results[variant][self]  # noqa: E731
@@ -208,14 +208,14 @@ def any_of(conditions: Iterable[Expr]) -> Expr:
 
 
 def rising(*exprs: Any) -> Expr:
-    """Returns whether each expression is larger than the one before."""
+    """Returns whether each expression is larger than the previous one."""
     return function("rising", lambda *values: all(a < b for a, b in itertools.pairwise(values)), *exprs)
 
 
 def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequence[Quantity] = ()) -> Expr:
-    """Returns a function of whole `Result`s, for what no expression says; its docstring, or `words`, is the criterion.
+    """Returns a function of whole `Result`s, if no expression will do; its docstring, or `words`, is the criterion.
 
-    It takes the results of `variants`; without any, of all that finished, on the seeds that they share. The numbers of
+    It takes the results of `variants`, by default of all that finished, on the seeds that they share. The numbers of
     the metrics in `shows` are printed with it.
     """
     text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
@@ -230,7 +230,7 @@ def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequen
 
 
 class ByLayer:
-    """A metric of every layer; indexed by a variant's name it is an expression: the means over seeds, [layers]."""
+    """A metric of every layer; indexed by a variant's name, an expression: the means over seeds, [layers]."""
 
     def __init__(self, name: str):
         self.name = name
@@ -252,13 +252,13 @@ class Claim:
     Attributes:
       says: The claim.
       holds: Decides it, in every case.
-      given: Decides whether there is anything to see; None if there always is.
-      cases: What `*` stands for; every match if None; with a function, which is then a whole name, the variants that it
-        selects.
+      given: Decides whether the claim is testable; None if it always is.
+      cases: What `*` stands for; every match if None; for a function, the variants that it selects, and `*` is then a
+        whole name.
       largest: Only the testable case with the largest value is judged, for claims of the form 'by up to'.
       most: Holds if more than half of the testable cases do, instead of all.
-      revised: Why the criterion was changed after numbers that it judges were there, and the first one; an empty tuple
-        stands for a criterion from before the data.
+      revised: Why the criterion was changed after numbers that it judges were known, and the first criterion; an empty
+        tuple stands for a criterion from before the data.
       added: Why the claim was first stated after the data.
       note: Further numbers of a case, from the results of the variants in `holds`.
       unmeasured: Why nothing here measures it.
@@ -278,7 +278,7 @@ class Claim:
 
     @property
     def criterion(self) -> str:
-        """When it holds and when that can be seen, in words."""
+        """When the claim holds and when it is testable, in words."""
         if self.holds is None:
             return ""
         where = f"; testable if {self.given.text}" if self.given is not None else ""
@@ -295,7 +295,7 @@ def not_measured(says: str, because: str) -> Claim:
 class Case(NamedTuple):
     """A case of a claim: what `*` stands for, whether it holds, its numbers, and what it lacks unless it is testable.
 
-    `reads` are the (label, variant) of these numbers, and `brief` is the mean of the first metric of each variant.
+    `reads` has the (label, variant) of these numbers, and `brief` is the mean of the first metric of each variant.
     """
 
     name: str
@@ -309,7 +309,7 @@ class Case(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A claim with its verdict, and for each case its numbers; `missing` cases lack a run or a metric."""
+    """A claim with its verdict, and the numbers of each case; `missing` cases lack a run or a metric."""
 
     verdict: Verdict
     claim: Claim
@@ -404,7 +404,7 @@ def lost(setting: str) -> Metric:
 
 
 def worst(variant: str) -> Expr:
-    """Returns the larger mean kurtosis of a variant, of the first token and of the others."""
+    """Returns the larger mean kurtosis of a variant, at the first token or at the others."""
     return largest(FIRST[variant], REST[variant])
 
 
@@ -434,11 +434,11 @@ def either_loses(setting: str, *variants: str) -> Expr:
 
 
 def kurtosis_limit(numbers: Numbers) -> float:
-    """Returns 3 + 3 sqrt(24 / D), which the kurtosis of D independent Gaussian values hardly exceeds."""
+    """Returns 3 + 3 sqrt(24 / D), which the kurtosis of D independent Gaussian values rarely exceeds."""
     return GAUSSIAN + 3 * math.sqrt(24 / numbers["model.d_model"])
 
 
-# Claims that many studies make of the cure; names of variants may have a `*`.
+# Claims that many studies make about the cure; names of variants may have a `*`.
 
 OUTCOME = (
     "perplexity kurtosis_first kurtosis_rest max_abs_first max_abs_rest first_attention_fraction first_attention_mass"

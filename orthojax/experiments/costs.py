@@ -1,4 +1,4 @@
-"""Time and memory of a training step, relative to that of a reference."""
+"""Time and memory of a training step, relative to a reference."""
 
 import sys
 import time
@@ -19,13 +19,13 @@ REPEATS = 9
 def step_costs(
     configs: Mapping[str, Config], reference: Callable[[str], str], path: Path
 ) -> dict[str, dict[str, float]]:
-    """Measures the cost of a training step of every variant, interleaved with those of the same reference.
+    """Measures the cost of a training step of every variant, interleaved for variants with the same reference.
 
-    The JSON file `path` keeps the numbers, since they take minutes.
+    The JSON file `path` keeps the numbers, since measuring takes minutes.
 
     Returns:
       Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
-      state and of the compiled program; nothing of a variant that does not fit into memory.
+      state and of the compiled program; nothing for a variant that does not fit into memory.
     """
     if path.exists():
         costs = read_with_digest(path, "costs")
@@ -63,7 +63,7 @@ def _costs_of(configs: Mapping[str, Config], base: str) -> dict[str, dict[str, f
 
 
 class Stepper:
-    """Takes one more training step on random tokens whenever it is called, or several."""
+    """Takes one or several training steps on random tokens per call."""
 
     def __init__(self, config: Config):
         # An optimizer of an experiment may cost more in some steps, as SOAP does in every tenth.
@@ -97,11 +97,11 @@ def interleaved_seconds(
 ) -> dict[str, list[float]]:
     """Times functions interleaved: A B C, C B A, A B C, ...
 
-    What else the machine does then falls on all of them alike, and the ratio of two times of one repetition is steadier
-    than either. The order alternates, because a function finds the caches as the one before it left them.
+    Other work on the machine then affects all of them alike, and the ratio of two times of one repetition is steadier
+    than either. The order alternates, because a function finds the caches as the previous one left them.
 
-    A call is over when the arrays that it returns are ready. `repeats` are the timed calls of each function; one more,
-    in which it compiles, comes first. Returns the seconds of each repetition, in order, by name.
+    A call is over when the arrays that it returns are ready. Each function gets `repeats` timed calls, after one in
+    which it compiles. Returns the seconds of each repetition, in order, by name.
     """
     names = list(functions)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Figures: functions that draw plain values with matplotlib, which is imported when the first of them draws."""
+"""Figures: functions that draw plain values with matplotlib, which is imported at the first drawing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-if importlib.util.find_spec("matplotlib") is None:  # now, not when a run of hours is over
+if importlib.util.find_spec("matplotlib") is None:  # now, not after a run of hours
     raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 # The colours of Okabe and Ito without yellow, which is too light for a line.
@@ -77,7 +77,7 @@ def lines(
     pairs = ((color, dash) for dash in cycle(DASHES) for color in COLORS)
     looks = looks or dict(zip(labels, pairs, strict=False))
     whole = x_scale == "linear" and all(isinstance(of, int) for c in panels.values() for x, _ in c.values() for of in x)
-    across = 1 if len(panels) <= 3 else 3  # a column can be read on a telephone
+    across = 1 if len(panels) <= 3 else 3  # a column can be read on a phone
     down = -(-len(panels) // across)
     plt = _pyplot()
     with plt.rc_context(_STYLE):
@@ -223,7 +223,7 @@ def by_key(panels: Mapping[str, np.ndarray]) -> Figure:
         for axes, (title, weights), color in zip(grid.flat, panels.items(), cycle(COLORS), strict=False):
             T = len(weights)
             visible = np.tril(np.ones((T, T)))
-            queries = visible.sum(0)  # that see a key
+            queries = visible.sum(0)  # number that see each key
             axes.bar(range(T), (visible * weights).sum(0) / queries, 0.8, color=color)
             equal = (visible / visible.sum(1, keepdims=True)).sum(0) / queries
             axes.plot(range(T), equal, color="#777777", linestyle="--", linewidth=1.1, label="equal weights")
@@ -246,8 +246,8 @@ def maps(
 ) -> Figure:
     """Draws heat maps with one colour scale: title -> [rows, columns]; nan stays dark.
 
-    Colours are logarithmic with `log`, otherwise they go with the square root; `x_ticks` and `y_ticks` are the names of
-    columns and rows.
+    Colours are logarithmic with `log`, otherwise they scale with the square root; `x_ticks` and `y_ticks` are the names
+    of columns and rows.
     """
     from matplotlib.colors import LogNorm, PowerNorm
 

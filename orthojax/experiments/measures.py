@@ -35,7 +35,7 @@ class Measure:
     """A measurement of a model.
 
     Attributes:
-      name: Of the files that store it, so a new definition needs a new name.
+      name: Name of the files that store it, so a new definition needs a new name.
       measure: (model, inputs, say) -> `Measured`; `say` takes the name of each finished part.
     """
 
@@ -46,13 +46,13 @@ class Measure:
         """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
 
         Raises:
-          UserError: If what is stored was changed.
+          UserError: If the stored files were changed.
         """
         path = folder / "measured" / f"{self.name}.json"
         if not path.exists():
             measured = self.measure(load(), inputs, say)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if measured.arrays:  # first, so that the metrics stand for both
+            if measured.arrays:  # first, so that the metrics imply both
                 save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
                 write_atomically(path.with_suffix(".npz"), save)
             write_with_digest(path, finite(measured.metrics))
@@ -73,8 +73,8 @@ def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Measures attention and hidden states on one sequence: Figures 1 and 27 to 40 of From Attention to Activation.
 
     Returns:
-      `attention` [4, T, T], mean weight over heads, and `hidden` [4, T, D], |hidden state|: both of the mean over
-      layers, then of layers 0, L / 4 and 3 L / 4 of L, rounded down; `tokens` [T].
+      `attention` [4, T, T], mean weight over heads, and `hidden` [4, T, D], |hidden state|: each for the mean over
+      layers, then for layers 0, L / 4 and 3 L / 4 of L, rounded down; `tokens` [T].
     """
     tokens = split_tokens(inputs.evaluation[:1], loaded.config.model)[0]
     observed: Any = analysis.measure(loaded, [tokens], _observe_maps)
@@ -91,20 +91,20 @@ def _rounding(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
 
 
-# Of every run. A metric that is added to `evaluate` needs another name here, since what is stored lacks it.
+# For every run. If a metric is added to `evaluate`, the name here must change, since stored files lack the metric.
 ALWAYS = (
     Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, settings={}, on_progress=say))),
     Measure("maps", _maps),
 )
-# Of every run unless `Study.rounding` is off: each setting compiles a program of its own.
+# For every run unless `Study.rounding` is off: each setting compiles a program of its own.
 ROUNDING = Measure("rounding", _rounding)
 
 
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:
-    """Refuses to measure a model on rows of another run whose ids are other text to it.
+    """Refuses to measure a model on rows of another run whose ids mean other text to the model.
 
     Raises:
-      UserError: If they are, or if either tokenizer is not known.
+      UserError: If they do, or if either tokenizer is not known.
     """
     ids = inputs.evaluation[:, 1:].ravel()  # without a begin token, which has no text
     allowed = "two models with the same token ids, each with its tokenizer"

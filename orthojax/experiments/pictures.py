@@ -1,9 +1,9 @@
 """Pictures of studies: numbers by layer and by step, bars, points and maps.
 
 A picture is called with `Results` and returns any number of `Picture`s; it raises `Missing` if a run that it reads is
-gone, as for committed results, and is then left out. Colour says the optimizer and line style the normalizer. `metrics`
-are names separated by spaces, `rows` patterns of variants, all of them if empty, and `references` lines by their words.
-Variants that lack a metric are left out.
+gone, as for committed results, and is then skipped. Colour shows the optimizer and line style the normalizer. `metrics`
+are names separated by spaces, `rows` patterns of variants (all if empty), and `references` lines by label. Variants
+that lack a metric are skipped.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def look(result: Result) -> Look:
 
 
 def _looks(shown: Sequence[Result]) -> Mapping[str, Look] | None:
-    """Returns the looks of variants; None if two are alike, or of a computation."""
+    """Returns the looks of variants; None if two are alike, or for a computation."""
     if any(result.config is None for result in shown):
         return None
     looks = {result.name: look(result) for result in shown}
@@ -50,7 +50,7 @@ def _shown(results: Results, rows: str) -> list[Result]:
 class ByLayer:
     """Metrics after each layer, a panel for each metric and a curve for each variant.
 
-    With `normalized` layer m of L is drawn at m / (L - 1). The file's name is made of the first metric if empty.
+    With `normalized` layer m of L is drawn at m / (L - 1). The file is named after the first metric.
     """
 
     metrics: str
@@ -76,7 +76,7 @@ class ByLayer:
 class ByStep:
     """Metrics over training steps, as metrics.jsonl or `NAME/step_N` of a row has them; step 0 is drawn at 1.
 
-    The file's name is made of the first metric if empty.
+    The file is named after the first metric if `name` is empty.
     """
 
     metrics: str
@@ -152,7 +152,7 @@ def _curves(
 
 
 def headlines(results: Results) -> list[Picture]:
-    """Draws the numbers on top of the page as they stand there, the means over seeds."""
+    """Draws the numbers on top of the page as shown there, the means over seeds."""
     panels: dict[str, dict[str, tuple[list[float], str]]] = {}
     levels: dict[str, float] = {}
     for metric, *names in results.study.headlines:
@@ -178,7 +178,7 @@ MAX_ABS = ByLayer("max_abs_first max_abs_rest", y_scale="log")
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """Metrics as groups of bars, a bar for each variant; `scale` is a factor of all numbers, as 100 for percent."""
+    """Metrics as groups of bars, a bar for each variant; `scale` multiplies all numbers, such as 100 for percent."""
 
     name: str
     caption: str

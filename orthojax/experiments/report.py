@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its text, what stands below in small type, and whether it is bold."""
+    """A cell of a table: its text, the small text below, and whether it is bold."""
 
     text: str
     below: str = ""
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that a reader gets to see, in its order.
+    """Everything that a reader sees, in order.
 
     Attributes:
       setting: Scale, seeds, date and device, in one line.
@@ -118,13 +118,13 @@ def write_report(report: Report, workdir: Path) -> None:
         undefined=jinja2.StrictUndefined,
     )
     style = environment.get_template("page.css").render()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # all else the page forbids itself
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # the page forbids all else
     values = {"report": report, "images": images, "style": style, "style_hash": f"sha256-{digest}"}
     write_text(workdir / "report.html", environment.get_template("page.html").render(values))
 
 
 def svg(figure: "Figure") -> bytes:
-    """Renders a figure, the same bytes for the same figure, and closes it."""
+    """Renders a figure, with the same bytes for the same figure, and closes it."""
     from matplotlib import pyplot as plt
 
     buffer = io.BytesIO()
@@ -135,7 +135,7 @@ def svg(figure: "Figure") -> bytes:
 
 
 def print_report(report: Report) -> None:
-    """Prints the tables and the verdicts, of which the last lines are those that are seen."""
+    """Prints the tables, then the verdicts, since the last lines are the ones that are seen."""
     for table in report.tables:
         head, *body = align([list(table.columns), *([str(cell) for cell in row] for row in table.rows)], numeric=True)
         rule = "-" * max(map(len, (head, *body)))

@@ -17,7 +17,7 @@ from orthojax.errors import UserError
 from orthojax.formatting import number, share
 from orthojax.train import read_metrics
 
-# Fractions of a whole that single experiments measure; those of every model are in the catalogue.
+# Fractions of a whole that single experiments measure; the catalogue has the fractions of every model.
 _SHARES = frozenset(
     "first_key active_first_key trigger_keys active_trigger_keys delimiter_key delimiter_key_triggers largest_token "
     "largest_token_equal triggers_found others_called_triggers dormant_sink first_weight bos_weight null_mass_rest "
@@ -60,12 +60,12 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A number of every seed of a variant; `claims.Metric` can be indexed by a variant's name as well.
+    """A number for every seed of a variant; `claims.Metric` can also be indexed by a variant's name.
 
     Attributes:
-      name: A key of results.json, or with `of` the label of what that computes.
+      name: A key of results.json, or with `of` the label of what `of` computes.
       of: Computes it from the numbers of one seed.
-      show: Formats it; None for three digits, or percent of a metric that is a fraction.
+      show: Formats it; None for three digits, or percent for a metric that is a fraction.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Quantity:
 
     @property
     def label(self) -> str:
-        """The words for it in tables."""
+        """The label in tables."""
         return self.name if self.of else label(self.name)
 
     @property
@@ -86,11 +86,11 @@ class Quantity:
         return base in _SHARES or (found is not None and found.unit == "fraction")
 
     def text(self, value: float) -> str:
-        """Writes a value."""
+        """Formats a value."""
         return (self.show or (share if self.is_share else number))(value)
 
     def __call__(self, numbers: Numbers) -> float:
-        """Returns the value of one seed; `Missing` where a formula has none, as a ratio to 0."""
+        """Returns the value of one seed; raises `Missing` if a formula has none, such as a ratio to 0."""
         try:
             return self.of(numbers) if self.of else numbers[self.name]
         except ArithmeticError:
@@ -98,7 +98,7 @@ class Quantity:
 
 
 def as_quantity(given: "str | Quantity") -> Quantity:
-    """Returns the quantity of a metric's name; a quantity as it is."""
+    """Returns the quantity for a metric's name; returns a quantity unchanged."""
     return Quantity(given) if isinstance(given, str) else given
 
 
@@ -107,10 +107,10 @@ class Result:
     """All finished seeds of one variant; `result["perplexity"]` is the mean over them.
 
     Attributes:
-      config: Of its run, with the data that it was measured on; None for a computation.
+      config: Config of its run, with the data that it was measured on; None for a computation.
       seeds: Seed -> its numbers.
       paper: What the paper prints for it.
-      given: Whether it is an existing model, whose seed says nothing.
+      given: Whether it is an existing model, whose seed has no meaning.
       folders: Seed -> folder of the run.
       started: Whether any seed was run, finished or not.
     """
@@ -151,7 +151,7 @@ class Result:
         return float(np.mean(values))
 
     def layers(self, name: str) -> np.ndarray:
-        """Returns a metric by layer, [seeds, layers]; nan for layers without it, as those without attention."""
+        """Returns a metric by layer, [seeds, layers]; nan for layers without it, such as those without attention."""
         layers = [numbers.layers(name) for numbers in self.seeds.values()]
         if len({tuple(np.isnan(of_seed)) for of_seed in layers}) != 1:
             raise Missing(f"{name} of {self.name}")
@@ -240,7 +240,7 @@ class Results(Mapping[str, Result]):
 
     @property
     def finished(self) -> list[Result]:
-        """The variants of which a seed finished."""
+        """The variants with at least one finished seed."""
         return [result for result in self._results.values() if result.seeds]
 
     def matching(self, patterns: str) -> list[Result]:
@@ -255,7 +255,7 @@ class Results(Mapping[str, Result]):
 
 
 def case_in(pattern: str, name: str) -> str | None:
-    """Returns what `*` in a pattern stands for in a name, "" for a pattern without; None if they do not match.
+    """Returns what `*` in a pattern stands for in a name, "" for a pattern without `*`; None if they do not match.
 
     >>> case_in("*_adam", "relu_adam"), case_in("relu_adam", "relu_adam"), case_in("*_adam", "relu_sgd")
     ('relu', '', None)
@@ -268,7 +268,7 @@ def case_in(pattern: str, name: str) -> str | None:
 
 
 def shared_seeds(of: Sequence[Result]) -> list[Result]:
-    """Returns variants on the seeds that all of those trained here finished, so that means compare."""
+    """Returns variants on the seeds that all variants trained here finished, so that means are comparable."""
     trained = [set(result.seeds) for result in of if result.seeds and not result.given]
     if not trained or all(seeds == trained[0] for seeds in trained):
         return list(of)
@@ -279,7 +279,7 @@ def shared_seeds(of: Sequence[Result]) -> list[Result]:
 
 
 def pairs(result: Result, reference: Result, metric: str | Quantity) -> dict[int, tuple[float, float]]:
-    """Returns a metric of two variants for every seed that both have; one pair of two existing models.
+    """Returns a metric of two variants for every seed that both have; one pair for two existing models.
 
     Raises:
       Missing: If there is no such seed.

@@ -1,4 +1,4 @@
-"""Runs a study: trains and measures what is not there yet, and writes results.json."""
+"""Runs a study: trains and measures what is still missing, and writes results.json."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ from orthojax.machine import available_memory_bytes, environment
 from orthojax.train import DivergedError, Inputs, check_workdir, find_checkpoint, load, open_inputs, train
 
 _SECONDS_BETWEEN_LINES = 10.0
-_BYTES_OF_A_RUN = 2e9  # of the memory of a CPU, for as many runs at once as there are cores
+_BYTES_OF_A_RUN = 2e9  # of host memory, for as many concurrent runs as there are cores
 
 
 class Run(NamedTuple):
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 def run_name(config: Config, given: Given | None = None) -> str:
     """Returns the folder name of a run, which its config decides, so that studies share runs.
 
-    Of an existing model the path of its checkpoint enters as well.
+    For an existing model the path of its checkpoint also enters.
     """
     key = [changed_fields(Config(), config), str(given.checkpoint.absolute()) if given else ""]
     digest = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
@@ -73,17 +73,17 @@ def run_study(
     Args:
       study: What to run.
       scale: One of its scales.
-      seeds: Of parameters, data order and everything random; the same for every variant.
+      seeds: Seeds of parameters, data order and everything random; the same for every variant.
       workdir: Folder of the results.
       runs_dir: Folder of trained runs, shared by studies.
       cache_dir: Folder of tokenised corpora.
       given: Existing models to measure as well, by name.
-      jobs: How many runs at once, each in a process of its own; None for as many as the machine has room for.
-      command: What starts such a process, to which the run is added.
-      only: Train and measure this variant alone, and write no results.json.
+      jobs: Number of concurrent runs, each in its own process; None for as many as the machine has room for.
+      command: Command that starts such a process, to which the run is added.
+      only: Train and measure only this variant, and write no results.json.
 
     Returns:
-      The results, which with `only` are those of this variant.
+      The results; with `only`, just this variant's.
 
     Raises:
       UserError: For an unknown scale or variant, models if the study takes none, or what `train` refuses.
@@ -139,7 +139,7 @@ def _runs(
 
 
 def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
-    """Returns the rows of one seed of a computation, as an earlier call kept them."""
+    """Returns the rows of one seed of a computation, reusing those that an earlier call kept."""
     assert study.rows is not None
     path = workdir / "computed" / f"seed{seed}.json"
     if not path.exists():
@@ -205,7 +205,7 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
-    """Trains and measures what is missing of a run, and returns its row; with `failed` if it diverged."""
+    """Trains and measures what a run still lacks, and returns its row; with `failed` if it diverged."""
     make_folder(run.folder, "folder of a run")
     inputs = open_inputs(run.config, cache_dir)
     row = _row(run) | {"data": inputs.provenance}
@@ -271,7 +271,7 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
 
 
 def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> dict[tuple[str, int], str]:
-    """Finishes runs in processes of their own, so many at once; returns those that ended badly, with the reason."""
+    """Finishes runs in their own processes, `at_once` at a time; returns those that failed, with the reason."""
     waiting, working, lost = list(runs), {}, {}
     places = _places(at_once)
     with _forwarded_signals(working) as stopped:
@@ -283,7 +283,7 @@ def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> 
                 process = subprocess.Popen(words, env=os.environ | variables, start_new_session=True)
                 working[place] = run, process
                 if cores:
-                    with contextlib.suppress(ProcessLookupError):  # which has ended already
+                    with contextlib.suppress(ProcessLookupError):  # it has already ended
                         os.sched_setaffinity(process.pid, cores)
             for place, (run, process) in list(working.items()):
                 if process.poll() is not None:
@@ -299,7 +299,7 @@ def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> 
 
 
 def _places(count: int) -> list[tuple[dict[str, str], set[int]]]:
-    """Returns environment and CPU cores of each of several processes."""
+    """Returns environment and CPU cores for each of several processes."""
     if gpus := _gpus():
         together = -(-count // len(gpus))
         memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / together:.3f}"} if together > 1 else {}

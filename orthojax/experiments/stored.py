@@ -1,4 +1,4 @@
-"""What results.json and the other files that experiments read back must look like, checked once, when they are read."""
+"""Checks of results.json and the other files that experiments read back, made once, when they are read."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from orthojax.files import read_json, write_text
 
 
 class Kind(NamedTuple):
-    """What a value may be, in words and as a test."""
+    """A kind of value, in words and as a test."""
 
     allowed: str
     holds: Callable[[Any], bool]
@@ -26,7 +26,7 @@ def _is_number(value: Any, low: float = -sys.float_info.max, high: float = sys.f
 
 
 def _is_text(value: Any) -> bool:
-    """Tells whether this can be printed and written to a file or be its path: not so lone surrogates and NUL."""
+    """Returns whether text can be printed, written to a file or be its path: not with lone surrogates or NUL."""
     return isinstance(value, str) and len(value) < 4000 and not re.search("[\0\ud800-\udfff]", value)
 
 
@@ -36,9 +36,9 @@ SEED = Kind("an integer, 0 to 2**32 - 1", lambda value: isinstance(value, int) a
 COUNT = Kind("an integer, 0 or more", lambda value: isinstance(value, int) and _is_number(value, 0, 2**63))
 NUMBER = Kind("a finite number", _is_number)
 NOT_NEGATIVE = Kind("a finite number, 0 or more", lambda value: _is_number(value, 0))
-# Metrics that cannot be every number, by what matches their names. Weights of ReLU attention may exceed 1, and the
+# Metrics with a limited range, by a pattern that matches their names. Weights of ReLU attention may exceed 1, and the
 # kurtosis of a constant vector is 0.
-_SHARE = Kind("a number, 0 to 1", lambda value: _is_number(value, -1e-4, 1 + 1e-4))  # as sums of float32 leave it
+_SHARE = Kind("a number, 0 to 1", lambda value: _is_number(value, -1e-4, 1 + 1e-4))  # up to rounding of float32 sums
 _KINDS = (
     ("first_attention_fraction|sink_rate|active_at_triggers|active_elsewhere", _SHARE),
     ("perplexity", Kind("a finite number, 1 or more", lambda value: _is_number(value, 1 - 1e-6))),
@@ -62,7 +62,7 @@ _PLACE = re.compile(r"/(?:(?:layer|head)_(?![0-9]{1,4}(?:/|$))|step_(?![0-9]{1,7
 
 
 def check(value: Any, shape: Any, where: str) -> None:
-    """Raises UserError for a value of another shape; `where` names it."""
+    """Raises UserError for a value of the wrong shape; `where` names it."""
     if isinstance(shape, Kind):
         if not shape.holds(value):
             raise UserError(f"{where} is {_brief(value)}", allowed=shape.allowed)
@@ -91,7 +91,7 @@ def _brief(value: Any) -> str:
 
 
 def check_metrics(metrics: Any, where: str) -> dict[str, float]:
-    """Returns metrics, name -> finite number within what the metric can be; raises UserError for others."""
+    """Returns metrics, name -> finite number within the metric's range; raises UserError for others."""
     check(metrics, {...: NUMBER}, where)
     for name, value in metrics.items():
         base = name.partition("/")[0]
@@ -105,7 +105,7 @@ def read_results_file(path: Path) -> dict[str, Any]:
     """Reads a results.json.
 
     Raises:
-      UserError: If there is none, or for another shape, naming row and field.
+      UserError: If there is none, or for a wrong shape, naming row and field.
     """
     raw = read_json(path, "results.json")
     check(raw, RESULTS, str(path))
@@ -118,7 +118,7 @@ def read_results_file(path: Path) -> dict[str, Any]:
 
 
 def write_with_digest(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes values as JSON with the sha256 of them and of the arrays, the .npz file of the same name, if there are."""
+    """Writes values as JSON with the sha256 of the values and of the .npz file of the same name, if there is one."""
     write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1) + "\n")
 
 
@@ -126,7 +126,7 @@ def read_with_digest(path: Path, what: str) -> dict[str, Any]:
     """Returns the values that `write_with_digest` wrote.
 
     Raises:
-      UserError: If they or the arrays were changed; older files have no sha256 that tells.
+      UserError: If they or the arrays were changed; older files have no sha256 to tell.
     """
     values = read_json(path, what)
     if values.pop("sha256", None) not in (None, _digest(path, values)):
@@ -141,14 +141,14 @@ def _digest(path: Path, values: Mapping[str, Any]) -> str:
 
 
 def check_unique(rows: list[Mapping[str, Any]], where: str) -> None:
-    """Refuses two rows of one variant and seed, of which one would hide the other."""
+    """Refuses two rows of one variant and seed, since one would hide the other."""
     for (variant, seed), count in Counter((row["variant"], row["seed"]) for row in rows).items():
         if count > 1:
             raise UserError(f"{count} rows of {variant}, seed {seed}, in {where}", allowed="one of a variant and seed")
 
 
 def check_variants(rows: list[Mapping[str, Any]], known: Mapping[str, Any], where: str) -> None:
-    """Refuses rows of variants that a study does not have, unless they are of existing models."""
+    """Refuses rows of variants that a study does not have, unless they are existing models."""
     for row in rows:
         if row["variant"] not in known and "given" not in row:
             allowed = "the study's variants, and existing models ('given': true)"

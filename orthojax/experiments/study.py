@@ -1,4 +1,4 @@
-"""A study as data: what runs, what is claimed of it, and what its report shows."""
+"""A study as data: what runs, what it claims, and what its report shows."""
 
 import dataclasses
 import functools
@@ -26,9 +26,9 @@ class Given(NamedTuple):
     """An existing model that is measured and not trained.
 
     Attributes:
-      config: Of its run, with the data and the evaluation rows that it is measured on.
+      config: Config of its run, with the data and the evaluation rows that it is measured on.
       checkpoint: The step folder, or a pretrained model.
-      other_data: Whether these rows are those of another run, whose token ids have to mean the same.
+      other_data: Whether these rows come from another run, whose token ids must have the same meaning.
     """
 
     config: Config
@@ -45,12 +45,12 @@ class Row(NamedTuple):
 
 
 class Published(NamedTuple):
-    """Where committed numbers of a study come from.
+    """The origin of a study's committed numbers.
 
     Attributes:
-      seeds: All of them.
-      minutes: Of one seed, summed over its runs, as they were committed; 0 if that is not known. Nothing is
-        extrapolated from the machine at hand, on which other work may be running.
+      seeds: All seeds.
+      minutes: Time of one seed, summed over its runs, as committed; 0 if unknown. Nothing is extrapolated from the
+        current machine, on which other work may be running.
       made: Date and device.
     """
 
@@ -82,25 +82,24 @@ class Study:
       title: One line.
       runs: Scale -> variant -> config of the models that are trained; a seed replaces `train.seed` and `data.seed`.
       rows: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
-      scales: For which `runs` is defined.
-      seeds: The default.
-      also: Further names, as of figures that differ by model only.
-      models: The models of --model by name -> what is measured beside the runs, with those that are installed; None
-        for a study that takes none.
-      measures: Beyond `measures.ALWAYS`.
-      rounding: Whether the perplexity of language models at each of `quant.SETTINGS` is measured as well.
-      cost_reference: Variant -> the one that the time and memory of its training step are relative to; with it they are
-        measured, as metrics `cost_*`.
+      scales: Scales for which `runs` is defined.
+      seeds: Default seeds.
+      also: Further names, such as of figures that differ only by model.
+      models: The models of --model by name -> the models measured beside the runs, including installed ones; None for a
+        study that takes none.
+      measures: Measures beyond `measures.ALWAYS`.
+      rounding: Whether the perplexity of language models at each of `quant.SETTINGS` is also measured.
+      cost_reference: Variant -> the variant that the time and memory of its training step are relative to; if given,
+        they are measured, as metrics `cost_*`.
       trains: False if these costs are all that is measured.
-      aliases: Further names of variants for claims, if those depend on scale or on models that are given: alias ->
-        variant.
+      aliases: Further names of variants for claims, if variants depend on scale or on given models: alias -> variant.
       paper: The numbers that the paper prints, for all scales or as a function of the scale.
-      columns: Of the table of all variants.
+      columns: Columns of the table of all variants.
       tables: Further tables.
-      claims: With their criteria.
+      claims: Claims with their criteria.
       pictures: By name; see `figures`.
       headlines: (metric, variant before, variant after) of the numbers on top of the page.
-      note: What a reader has to know beside the table, or a function of the results that says it.
+      note: What a reader must know besides the table, or a function of the results that returns it.
     """
 
     name: str
@@ -126,16 +125,16 @@ class Study:
 
     @property
     def published(self) -> Mapping[str, Published]:
-        """What results/ has of it, by scale, as `python results/verdicts.py --write` noted it."""
+        """The study's committed numbers in results/, by scale, as `python results/verdicts.py --write` noted them."""
         return _published().get(self.name, {})
 
     @property
     def needs_a_model(self) -> bool:
-        """Whether nothing of it runs without a model of --model."""
+        """Whether the study cannot run without a model of --model."""
         return not self.rows and not any(self.runs_at(scale) for scale in self.scales)
 
     def runs_at(self, scale: str) -> Mapping[str, Config]:
-        """Returns the runs of one scale; none of a computation.
+        """Returns the runs of one scale; none for a computation.
 
         Raises:
           UserError: If the study does not have the scale.
@@ -151,7 +150,7 @@ class Study:
 
 
 def grid(base: Config, *factors: Mapping[str, Mapping[str, Any]]) -> dict[str, Config]:
-    """Returns the runs of every combination of factors, each a name -> what it changes in the config.
+    """Returns the runs of every combination of factors, each a name -> its changes of the config.
 
     >>> list(grid(Config(), {"softmax": {}, "relu": {"model.normalizer": "relu"}}, {"adam": {}, "sgd": {}}))
     ['softmax_adam', 'softmax_sgd', 'relu_adam', 'relu_sgd']
@@ -163,10 +162,10 @@ def grid(base: Config, *factors: Mapping[str, Mapping[str, Any]]) -> dict[str, C
 
 
 def read_results(study: Study, folder: Path, *more: Path) -> Results:
-    """Reads results.json of a folder, of the study or of one that has some of its variants; adds rows of further ones.
+    """Reads a folder's results.json, from this study or one that shares variants with it; adds rows of further folders.
 
     Raises:
-      UserError: If there is none, for one of another shape, and if it has no variant of the study.
+      UserError: If there is none, its shape is wrong, or it has no variant of the study.
     """
     parts = [read_results_file(at / "results.json") for at in (folder, *more)]
     for at, part in zip((folder, *more), parts, strict=True):
@@ -219,7 +218,7 @@ def from_lists(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_report(results: Results) -> Report:
-    """Returns the report of a study; what needs runs that are gone or failed is left out."""
+    """Returns the report of a study; parts that need runs that are gone or failed are left out."""
     study: Study = results.study
     tables: list[Table] = []
     columns = [Columns("Means over seeds", study.columns)] if study.columns else []
@@ -252,7 +251,7 @@ def make_report(results: Results) -> Report:
 
 
 def _plain(table: Table, untestable: Collection[tuple[str, str]]) -> Table:
-    """Returns a table in which nothing is bold that a claim calls not testable, by column and row."""
+    """Returns a table without bold in cells, by column and row, that a claim calls not testable."""
     rows = [
         [
             of._replace(bold=False) if isinstance(of, Cell) and (column, row[0]) in untestable else of
@@ -280,7 +279,7 @@ def as_verdict(judged: Judged) -> Verdict:
         remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
     of = judged.cases
     brief = f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
-    if len(of) == 1:  # of an untestable one what it lacks, without the metric's name
+    if len(of) == 1:  # for an untestable one what it lacks, without the metric's name
         lacks = of[0].lacks if judged.verdict == "not testable" else ""
         brief = lacks.partition(": ")[2] or lacks or of[0].brief
     return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
@@ -294,7 +293,7 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
             numbers = [quantity.text(results[name][quantity]) for name in (before, after)]
         except Missing:
             continue
-        # Perplexity of equal logits is nothing to compare with.
+        # Perplexity of equal logits is not worth comparing with.
         known, config = quantity.name != "perplexity", results[after].config
         beside = analysis.compared_with(quantity.name, {}, analysis.conditions(config)) if known and config else ""
         several = [of for of, *_ in results.study.headlines].count(metric) > 1

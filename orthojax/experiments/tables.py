@@ -14,7 +14,7 @@ Quantities = str | Sequence[str | Quantity]  # names of metrics separated by spa
 
 
 def quantities(given: Quantities) -> list[Quantity]:
-    """Returns the quantities of metric names, which spaces separate, and of quantities."""
+    """Returns the quantities for metric names, separated by spaces or in a list, or for quantities."""
     parts = [given] if isinstance(given, str) else given
     return [as_quantity(of) for part in parts for of in (part.split() if isinstance(part, str) else [part])]
 
@@ -49,7 +49,7 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """A table of a paper, of models that are not run here: `paper` is row -> metric -> number."""
+    """A paper's table of models that are not run here: `paper` is row -> metric -> number."""
 
     caption: str
     metrics: Quantities
@@ -64,10 +64,10 @@ class Printed:
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """Changes of variants from a reference, paired by seed, with 95% intervals of three seeds or more.
+    """Changes of variants from a reference, paired by seed, with 95% intervals for three seeds or more.
 
-    `rows` are patterns of the variants that are compared with `reference`, in which `*` stands for the same. The change
-    of the metrics in `changes` is relative.
+    `rows` are patterns of the variants that are compared with `reference`, in which `*` stands for the same text.
+    Changes of the metrics in `changes` are relative.
     """
 
     caption: str
@@ -125,7 +125,7 @@ def change(of: Pairs, metric: Quantity) -> Cell:
 
 
 def _interval(values: Sequence[float], show: Callable[[float], str]) -> Cell:
-    """Returns the mean and its 95% interval, bold if it excludes 0; of one or two seeds the values alone."""
+    """Returns the mean and its 95% interval, bold if it excludes 0; for one or two seeds only the values."""
     if len(values) < 3:
         return Cell(" and ".join(map(show, values)))
     from scipy import stats  # here, because it takes a second to import

@@ -1,6 +1,6 @@
 """Configs of published models <-> ours, by the tables of `orthojax.pretrained.families`.
 
-Reading refuses, by name, what no row explains.
+Reading refuses any field that no row explains, by name.
 """
 
 import dataclasses
@@ -14,34 +14,34 @@ from orthojax.errors import UserError
 from orthojax.ops.rotary import yarn_mscale
 from orthojax.pretrained.families import Choice, Equal, Family, Only, Same, integer
 
-# Fields that say nothing about what a model computes, and those that `_read_rotary` and `_read_window` read.
+# Fields that do not affect what a model computes, and those that `_read_rotary` and `_read_window` read.
 _IGNORED = re.compile(
     r"_.*|.*drop(out)?|.*dropout_prob|.*_token_id|.*2label|label2id|_?num_labels|output_(attentions|hidden_states|past|router_logits|scores)|summary_.*"
     r"|architectures|attn_implementation|auto_map|cache_implementation|chunk_size_feed_forward|(torch_)?dtype|finetuning_task"
     r"|gradient_checkpointing|init_std|initializer_range|is_decoder|is_llama_config|max_sequence_length|model_type"
     r"|initial_context_length|n_ctx|n_special|predict_special_tokens|prefix|pretraining_tp|problem_type|router_(aux_loss_coef|jitter_noise)|task_specific_params|tf_legacy_loss"
     r"|tokenizer_class|torchscript|transformers.*|unsloth_.*|use_bfloat16|use_cache"
-    # How text is drawn.
+    # Sampling of text.
     r"|bad_words_ids|.*suppress_tokens|.*_penalty|do_sample|early_stopping|(max|min)_length|max_new_tokens"
     r"|.*no_repeat_ngram_size|num_beam.*|num_return_sequences|remove_invalid_values|return_dict.*|temperature"
     r"|top_[kp]|typical_p"
     r"|partial_rotary_factor|rope_(interleaved|local_base_freq|parameters|scaling|theta)|rotary_(emb_base|pct)"
     r"|original_max_position_embeddings|layer_types|max_window_layers|sliding_window_(pattern|size)|use_sliding_window"
 )
-# Fields that say nothing with this value, and something with another one; None says nothing in any field.
+# Fields that have no effect with this value, but do with another one; None has no effect in any field.
 _NOTHING = {
     "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,  # of Phi-3
     "add_cross_attention": False, "is_causal": True, "is_encoder_decoder": False, "pruned_heads": {},
     "tie_encoder_decoder": False, "use_bidirectional_attention": False, "use_mrope": False,
 }  # fmt: skip
-_COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # whose arithmetic comes before the check of types
+_COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # used in arithmetic before types are checked
 
 
 def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     """Returns the `ModelConfig` that the content of a foreign config.json describes.
 
     Raises:
-      UserError: For a field that is missing, has a value that is not supported, or is not known.
+      UserError: For a field that is missing or unknown, or has an unsupported value.
     """
     fields = dict(family.base)
     for name, row in family.fields.items():
@@ -120,7 +120,7 @@ def _write_window(family: Family, config: ModelConfig) -> dict[str, Any]:
     window = next((window for window in windows if window is not None), None)
     row, given = family.fields.get("sliding_window"), {}
     if isinstance(row, Same):
-        unused = row.default if family.windowed and not family.window_switch else None  # which transformers asks for
+        unused = row.default if family.windowed and not family.window_switch else None  # transformers asks for it
         given = {"sliding_window": unused if window is None else window}
     if family.window_switch:  # and for libraries that read no `layer_types`, the first layer with a window
         given |= {"use_sliding_window": window is not None}
@@ -145,7 +145,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def _read_local_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
-    """Reads rotary fields of which layers with a window have their own, plain ones."""
+    """Reads rotary fields if layers with a window have their own, plain ones."""
     rope, theta = given.get("rope_parameters") or {}, given.get("rope_local_base_freq", 10_000.0)
     if isinstance(rope, dict) and rope.keys() & set(_KINDS):
         local, rope = (rope.get(kind) or {} for kind in reversed(_KINDS))
@@ -174,7 +174,7 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
         given_fraction = given.get("partial_rotary_factor", given.get("rotary_pct", family.rotary_fraction))
         numbers["partial_rotary_factor"] = given_fraction if fraction is None else fraction
     scaling = dict(_SCALINGS[kind])
-    # As in transformers: a length beside `rope_parameters` counts before one in it, and the whole length without both.
+    # As in transformers: a length beside `rope_parameters` has precedence over one in it; default is the whole length.
     defaults = {"beta_slow": 1.0, "beta_fast": 32.0, _ORIGINAL: max_length}
     rope |= {_ORIGINAL: given.get(_ORIGINAL) or rope.get(_ORIGINAL)} if _ORIGINAL in scaling else {}
     if kind == "longrope" and isinstance(rope[_ORIGINAL], int) and isinstance(max_length, int):
@@ -225,11 +225,11 @@ def _read_longrope(rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[
 
 
 def _read_yarn(family: Family, rope: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads `truncate`, and `attention_factor` f in the place of `mscale`: f = m(mscale) / m(mscale_all_dim)."""
+    """Reads `truncate`, and `attention_factor` f in place of `mscale`: f = m(mscale) / m(mscale_all_dim)."""
     truncate, attention_factor = rope.get("truncate", True), rope.get("attention_factor")
     require(isinstance(truncate, bool), f"truncate={truncate!r} is not supported", "true | false")
     factor, given = numbers["factor"], [rope[name] for name in _MSCALES if rope.get(name)]
-    if attention_factor is None and not family.mscales and len(given) == 2:  # whose logits stay as they are
+    if attention_factor is None and not family.mscales and len(given) == 2:  # logits stay as they are
         require(all(isinstance(x, int | float) for x in given), f"mscale={given} is not supported", "numbers")
         attention_factor = yarn_mscale(factor, given[0]) / yarn_mscale(factor, given[1])
     if attention_factor is None:
@@ -238,7 +238,7 @@ def _read_yarn(family: Family, rope: Mapping[str, Any], numbers: Mapping[str, An
     m = attention_factor * yarn_mscale(factor, numbers.get("mscale_all_dim", 0.0)) if is_number and factor > 1 else 0.0
     problem = f"attention_factor={attention_factor!r} with factor={factor} is not supported"
     require(m >= 1.0, problem, "one that makes rotated channels no smaller, with a factor above 1")
-    # Rounded, so that what `_write_rotary` makes of it is read as the same number.
+    # Rounded, so that the number that `_write_rotary` writes is read back unchanged.
     return {"rope.truncate": truncate, "rope.mscale": round((m - 1.0) / (yarn_mscale(factor, 1.0) - 1.0), 12)}
 
 
@@ -258,7 +258,7 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
         if rope.mscale != 1.0:
             ratio = math.log(rope.factor) / math.log(rope.original_length)
             given["attention_factor"] = math.sqrt(1.0 + rope.mscale * ratio)
-        outside = {_ORIGINAL: rope.original_length}  # where it counts, and is 4096 for Phi-3 if it is missing
+        outside = {_ORIGINAL: rope.original_length}  # where it counts, and is 4096 for Phi-3 if missing
     if family.rotary_fraction is not None:
         given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
     if family.local_rope:
@@ -268,8 +268,8 @@ def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
-    """Returns a foreign config of a model, without what does not affect results; None if the family has none for it."""
-    # No token is for padding: that of a family, if it is left out, may not be in the vocabulary.
+    """Returns a model's foreign config, without fields that do not affect results; None if its family has none."""
+    # No padding token: the family's default, used if the field is missing, may not be in the vocabulary.
     given: dict[str, Any] = {"model_type": family.name, "pad_token_id": None}
     ours = flatten(config)
     for name, row in family.fields.items():
@@ -302,7 +302,7 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
 
 
 def computed_as(config: ModelConfig) -> ModelConfig:
-    """Returns a config with every default written, and without what has no influence on what a model computes."""
+    """Returns a config with every default filled in, and without fields that do not affect what a model computes."""
     plain, unread = ModelConfig(), {"dtype", "residual_dtype", *fields_affecting(ModelConfig, "computation", "start")}
     if config.position != "learned":
         unread |= {"max_length"}

@@ -14,7 +14,7 @@ from orthojax.errors import UserError
 
 
 class Same(NamedTuple):
-    """A foreign field that is one of ours, by its dotted path; the foreign library takes `default` if it is missing."""
+    """A foreign field that is one of ours, by its dotted path; the foreign library uses `default` if it is missing."""
 
     ours: str
     default: Any = ...
@@ -29,45 +29,45 @@ class Choice(NamedTuple):
 
 
 class Only(NamedTuple):
-    """A foreign field with a few supported values; the first is written, and taken if it is missing."""
+    """A foreign field with a few supported values; the first is written, and used if the field is missing."""
 
     values: Sequence[Any]
 
 
 class Equal(NamedTuple):
-    """A foreign field that must have the value of another one, and has it if it is missing."""
+    """A foreign field that must equal another one, and does if it is missing."""
 
     other: str
 
 
 class More(NamedTuple):
-    """Foreign fields that no row of their own explains."""
+    """Foreign fields without rows of their own."""
 
     names: frozenset[str]
     read: Callable[[Mapping[str, Any]], dict[str, Any]]  # a foreign config -> fields of ours
-    write: Callable[[ModelConfig], dict[str, Any]]  # back
+    write: Callable[[ModelConfig], dict[str, Any]]  # the reverse
 
 
 # Weights.
 
 
 class Transform(NamedTuple):
-    """A foreign tensor as one or several arrays of ours, and, if models are written, back."""
+    """Maps a foreign tensor to one or several arrays of ours, and back if models are written."""
 
     read: Callable[[np.ndarray, ModelConfig], Sequence[np.ndarray]]
     write: Callable[[Sequence[np.ndarray], ModelConfig], np.ndarray] = lambda x, c: x[0]
 
 
 class Weight(NamedTuple):
-    """The name of a tensor there, and the paths of its parts here, of one layer.
+    """The name of a foreign tensor, and the paths of its parts in our model, for one layer.
 
-    A row counts if a model has these parameters, so that optional biases need no condition.
+    A row applies if a model has these parameters, so that optional biases need no condition.
     """
 
     there: str  # with {} for the layer and {expert} for an expert
     here: Sequence[str]  # paths of our parameters; those in layers begin with `layers/`
     how: Transform
-    share: int | None = None  # the axis of our parameters of which each expert has an equal share
+    share: int | None = None  # the axis of our parameters that experts share equally
     where: Callable[[ModelConfig], bool] = lambda c: True  # a further condition on the model
 
     def places(self, config: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
@@ -121,7 +121,7 @@ def dense_rows(there: str, here: str, how: Transform = TRANSPOSED) -> list[Weigh
 
 
 def fused_rows(there: str, how: Transform) -> list[Weight]:
-    """Makes rows for kernels and biases of queries, keys and values that are one tensor there."""
+    """Makes rows for kernels and biases of queries, keys and values that are one foreign tensor."""
     names = {"weight": "kernel", "bias": "bias"}.items()
     return [Weight(f"{there}.{n}", tuple(f"layers/attention/{part}/{ours}" for part in QKV), how) for n, ours in names]
 
@@ -136,7 +136,7 @@ def _end_rows(embedding: str, norm: str, head: str) -> list[Weight]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One kind of published models: its configs and its tensors."""
+    """A kind of published model: its configs and its tensors."""
 
     name: str  # `model_type` in its config.json
     architecture: str  # the class of transformers
@@ -144,9 +144,9 @@ class Family:
     fields: Mapping[str, Same | Choice | Only | Equal]  # foreign field -> its meaning
     weights: Sequence[Weight]
     prefixes: tuple[str, ...] = ("model.", "")  # of the names of all tensors but the head; the first is written
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of names of tensors that are no parameters
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of tensors that are not parameters
     rotary: bool = True  # `rope_parameters`, or the older fields, are read
-    # The share of rotated channels if no field says it; None if the foreign library reads no such field.
+    # The share of rotated channels if no field gives it; None if the foreign library reads no such field.
     rotary_fraction: float | None = None
     # Rotary fields if a config has none, and its `rope_theta` if there is none.
     rope: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"rope_theta": 10_000.0})
@@ -155,16 +155,16 @@ class Family:
     # Whether a layer (of a config) has a window if no `layer_types` say so; None if all have one, or none.
     windowed: Callable[[Mapping[str, Any], int], bool] | None = None
     local_rope: bool = False  # `rope_parameters` has an object for layers with windows, and one for the others
-    beside: tuple[str, ...] = ()  # how names of tensors begin that belong to other parts, such as those for images
+    beside: tuple[str, ...] = ()  # prefixes of tensors that belong to other parts, such as those for images
     more: More | None = None
 
 
-# Names without a prefix, which are left out if they are tied.
+# Names of heads, which have no prefix; left out if tied.
 HEADS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 
 
 def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Reads an integer of a foreign config."""
+    """Reads an integer from a foreign config."""
     value = default if given.get(name) is None else given[name]
     if value is None:
         raise UserError(f"the config has no {name}", allowed="an integer")
@@ -248,7 +248,7 @@ GPT2 = Family(
         "tie_word_embeddings": Same("tie_embeddings", True),
         "scale_attn_weights": Only((True,)),
         "scale_attn_by_inverse_layer_idx": Only((False,)),
-        "reorder_and_upcast_attn": Only((False, True)),  # float32 logits, which ours are anyway
+        "reorder_and_upcast_attn": Only((False, True)),  # float32 logits, as ours always are
         "add_cross_attention": Only((False,)),
     },
     [
@@ -305,8 +305,8 @@ QWEN2 = Family(
     window_switch=True,
     windowed=_is_late,
 )
-# The models of Gated Attention (arXiv 2505.06708) call themselves qwen3: the rows of their gates follow those of the
-# queries in `q_proj`, for each key-value head. transformers would not read them, so that nothing writes them.
+# The models of Gated Attention (arXiv 2505.06708) call themselves qwen3: in `q_proj`, the rows of their gates follow
+# the rows of the queries, for each key-value head. transformers would not read them, so they are not written.
 _GATES = {"headwise_attn_output_gate": True, "elementwise_attn_output_gate": "elementwise"}
 
 
@@ -509,13 +509,13 @@ DEEPSEEK_V2 = Family(
         "n_shared_experts": Same("experts.num_shared", 2),
         "moe_intermediate_size": Same("experts.d_expert", 1407),
         "routed_scaling_factor": Same("experts.scale", 1.0),
-        "norm_topk_prob": Only((False,)),  # true in no published model, and implementations differ in what it means
+        "norm_topk_prob": Only((False,)),  # true in no published model, and implementations differ in its meaning
         "scoring_func": Only(("softmax",)),
         "moe_layer_freq": Only((1,)),
         "hidden_act": Only(("silu",)),
         "attention_bias": Only((False,)),
         "mlp_bias": Only((False,)),
-        "rms_norm_eps": Only((1e-6,)),  # that of the latents is 1e-6, whatever this says
+        "rms_norm_eps": Only((1e-6,)),  # latents use 1e-6, whatever this says
         "tie_word_embeddings": Same("tie_embeddings", False),
     },
     [
@@ -603,7 +603,7 @@ GPT_OSS = Family(
     windowed=lambda given, layer: layer % 2 == 0,
     more=More(frozenset({"quantization_config"}), _read_quantized, lambda c: {}),
 )  # fmt: skip
-# Gemma. There norms have w for a scale of 1 + w: ours is read back exactly if it is 0.5 or more, as w is then.
+# Gemma. Its norms store w for a scale of 1 + w: ours is read back exactly if it is 0.5 or more, as w then is.
 
 _ONE_MORE = Transform(lambda x, c: (x.astype(np.float32) + 1,), lambda x, c: x[0].astype(np.float32) - 1)
 _GEMMA_BASE = _LLAMA_BASE | {"mlp": "geglu", "scale_embeddings": True}
@@ -659,7 +659,7 @@ GEMMA3 = Family(
     "Gemma3ForCausalLM",
     _GEMMA_BASE | {"block": "sandwich_norm", "qk_norm": "head"},
     _GEMMA2_FIELDS | _PUBLISHED_GEMMA3 | {
-        "attn_logit_softcapping": Only((None,)),  # of which the implementation takes no notice
+        "attn_logit_softcapping": Only((None,)),  # ignored by the implementation
         "final_logit_softcapping": Same("final_soft_cap", None),
     },
     _one_more(_GEMMA2_WEIGHTS),
@@ -667,7 +667,7 @@ GEMMA3 = Family(
     windowed=lambda given, layer: (layer + 1) % max(integer(given, "sliding_window_pattern", 6), 1) != 0,
     local_rope=True,
 )  # fmt: skip
-# With images, of which nothing is read: the text model is in `text_config`, and only what its class does not assume.
+# With images, which are not read: the text model is in `text_config`, without the fields that its class assumes.
 GEMMA3_IMAGES = dataclasses.replace(
     GEMMA3,
     name="gemma3",
@@ -677,13 +677,13 @@ GEMMA3_IMAGES = dataclasses.replace(
 )
 
 
-# Mixtures of experts in files of one tensor for each.
+# Mixtures of experts with one tensor for each expert.
 
 
 def _read_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
     layers, step = integer(given, "num_hidden_layers"), integer(given, "decoder_sparse_step", 1)
     dense = given.get("mlp_only_layers") or []
-    experts = integer(given, "num_experts", integer(given, "num_local_experts", 128))  # the second of transformers 5
+    experts = integer(given, "num_experts", integer(given, "num_local_experts", 128))  # the second in transformers 5
     problem = f"mlp_only_layers={dense}, decoder_sparse_step={step} is not supported"
     require(isinstance(dense, list) and step > 0, problem, "a list of layers, and 1 or more")
     sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(min(layers, 2**12)))
@@ -770,7 +770,7 @@ PHI3 = Family(
 
 
 def _rotates(given: Mapping[str, Any], layer: int) -> bool:
-    rotating = given.get("no_rope_layers")  # 1 where a layer has rotary positions
+    rotating = given.get("no_rope_layers")  # 1 if a layer has rotary positions
     if rotating is None:
         return (layer + 1) % max(integer(given, "no_rope_layer_interval", 4), 1) != 0
     fits = isinstance(rotating, list) and layer < len(rotating) == integer(given, "num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Published models as ours, and ours as others load them: folders of config.json and safetensors.
+"""Reads published models as ours, and writes ours for other libraries: folders of config.json and safetensors.
 
 The tables of `orthojax.pretrained.families` say what the files of a family mean. Tensors go to the device one at a
 time; nothing unpickles.
@@ -29,7 +29,7 @@ OWN = "orthojax"  # the model_type of models that no family expresses
 _SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 
-Tensors = Mapping[str, Callable[[], np.ndarray]]  # by name, each read when it is called for
+Tensors = Mapping[str, Callable[[], np.ndarray]]  # by name, each read when called
 Rows = Sequence[tuple[Sequence[str], Weight]]  # with the names that tensors may have; the first is written
 
 
@@ -46,7 +46,7 @@ def _tensors_of(folder: Path) -> Tensors:
     return tensors
 
 
-# The numbers of FP4 (E2M1), by their bits.
+# The values of FP4 (E2M1), by their bits.
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _FP4 = np.concatenate([_FP4, -_FP4])
 
@@ -54,7 +54,7 @@ _FP4 = np.concatenate([_FP4, -_FP4])
 def _read_mxfp4(name: str, blocks: Callable[[], np.ndarray], scales: Callable[[], np.ndarray]) -> np.ndarray:
     """Reads a tensor [E, in, out] of gpt-oss from blocks [E, out, in / 32, 16] of MXFP4 and scales [E, out, in / 32].
 
-    A byte has two numbers, the first in its low bits, and 32 numbers have one scale 2^(s - 127) (OCP Microscaling
+    A byte has two numbers, the first in its low bits, and 32 numbers share one scale 2^(s - 127) (OCP Microscaling
     Formats, 2023).
     """
     codes, exponents = blocks(), scales()
@@ -110,7 +110,7 @@ def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
       The config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first device.
 
     Raises:
-      UserError: For another family, a config field or tensor that is not understood, or damaged files.
+      UserError: For an unknown family, a config field or tensor that is not understood, or damaged files.
     """
     config, family = _config_and_family(folder)
     rows, ignored = (own_rows(config), ()) if family is None else (_rows(family), family.ignored)
@@ -121,7 +121,7 @@ def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
-    """Reads the config of `read_folder` alone, and no tensor."""
+    """Reads only the config of `read_folder`, and no tensor."""
     return _config_and_family(folder)[0]
 
 
@@ -143,7 +143,7 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
 
 
 def _has_another_head(folder: Path, family: Family) -> bool:
-    """Tells whether files of tied embeddings have a head that differs from them; transformers 5 then unties them."""
+    """Returns whether files with tied embeddings have a head that differs; transformers 5 then unties them."""
     tensors = _tensors_of(folder)
     head = next((tensors[name]() for name in HEADS if name in tensors), None)
     if head is None:
@@ -156,12 +156,12 @@ def _has_another_head(folder: Path, family: Family) -> bool:
 def read_params(
     config: ModelConfig, rows: Rows, tensors: Tensors, where: str, ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Reads the parameters of a model from foreign tensors: float32 on the first device, at most one on the host.
+    """Reads the parameters of a model from foreign tensors: float32 on the first device, one at a time on the host.
 
-    `ignored` has names of tensors that are no parameters; those that begin with a dot are ends of names.
+    `ignored` has names of tensors that are not parameters; those that begin with a dot are suffixes.
 
     Raises:
-      UserError: For a tensor that is missing, has another shape, or that no row explains.
+      UserError: For a tensor that is missing, has the wrong shape, or is explained by no row.
     """
     shapes = {path: leaf.shape for path, leaf in _flat(parameter_shapes(config)).items()}
     used, found = set(), {}
@@ -190,7 +190,7 @@ def read_params(
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tree of dicts from paths with slashes."""
+    """Builds a tree of dicts from paths with slashes."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")
@@ -204,7 +204,7 @@ def _put(whole: jax.Array, part: jax.Array, starts: tuple[int, ...]) -> jax.Arra
 
 
 def _parts(tensor: np.ndarray, weight: Weight, config: ModelConfig, name: str) -> Sequence[np.ndarray]:
-    if not jnp.issubdtype(tensor.dtype, jnp.floating):  # quantised, with scales that nothing here multiplies by
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):  # quantised, with scales that nothing here applies
         raise UserError(f"tensor {name} is of {tensor.dtype}", allowed="float32, float16 or bfloat16")
     try:
         return weight.how.read(tensor, config)
@@ -227,7 +227,7 @@ class _Slot(NamedTuple):
 def _places(
     config: ModelConfig, rows: Rows, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[list[str], Weight, list[_Slot]]]:
-    """Yields, for every tensor of a model, the names that it may have, its row, and the place of its parts."""
+    """Yields, for every tensor of a model, the names that it may have, its row, and the places of its parts."""
     for names, weight in rows:
         for layer, expert in weight.places(config):
             here = weight.here
@@ -281,22 +281,22 @@ def _flat(params: Any) -> dict[str, Any]:
 def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer: Any = None) -> str:
     """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
 
-    Only norm scales below 0.5 of a Gemma, whose files have them less 1, are rounded, as float32 near 1 is.
+    Only a Gemma's norm scales below 0.5 are rounded, as float32 near 1 is, since its files store them minus 1.
 
-    A model that a family expresses becomes one, which transformers loads with equal logits. Any other, one with
-    softmax-1 among them, gets a model_type of its own, so that nothing loads it as something else.
+    A model that a family expresses is written in its format, which transformers loads with equal logits. Any other,
+    such as one with softmax-1, gets a model_type of its own, so that nothing loads it as something else.
 
     Args:
       folder: New or empty.
-      config: Of the model.
+      config: Config of the model.
       params: Its parameters, float32 or bfloat16.
-      tokenizer: `LoadedModel.tokenizer`, which comes along as tokenizer.json.
+      tokenizer: `LoadedModel.tokenizer`, which is written as tokenizer.json.
 
     Returns:
       The model_type.
 
     Raises:
-      UserError: If the folder has files, or cannot be written; for quantised parameters.
+      UserError: If the folder has files or cannot be written, or for quantised parameters.
     """
     folder, leaves = Path(folder), _flat(params)
     with needing("a safetensors file", "pretrained"):
@@ -315,7 +315,7 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
         (folder / files.popitem()[1]).rename(folder / "model.safetensors")
     else:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
-    # Without a tokenizer none: those that a family assumes may not be in the vocabulary.
+    # None without a tokenizer: the family's defaults may not be in the vocabulary.
     given |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
@@ -353,5 +353,5 @@ def _write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> d
 def _write_shard(path: Path, tensors: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save
 
-    content = save(tensors, {"format": "pt"})  # which transformers asks for
+    content = save(tensors, {"format": "pt"})  # transformers asks for it
     write_atomically(path, lambda file: file.write(content))

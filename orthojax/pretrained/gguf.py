@@ -28,7 +28,7 @@ class _Architecture(NamedTuple):
     given: Mapping[str, Any] = {}  # fields of the family's config
     paired: bool = False  # queries and keys are stored for rotary positions of neighbouring channels
     windows: bool = True  # `attention.sliding_window` means what it means in the family, or in all layers
-    wide_layers: int = 0  # a model of so many layers scales logits by d_model / heads, not by the width of a head
+    wide_layers: int = 0  # a model with this many layers scales logits by d_model / heads, not by the width of a head
 
 
 _ARCHITECTURES = {
@@ -36,7 +36,7 @@ _ARCHITECTURES = {
     "qwen2": _Architecture("qwen2"),
     "qwen3": _Architecture("qwen3"),
     "qwen3moe": _Architecture("qwen3_moe", {"norm_topk_prob": True}),
-    "olmo2": _Architecture("olmo2", windows=False),  # where the window is of three layers of four
+    "olmo2": _Architecture("olmo2", windows=False),  # where three of four layers have the window
     "olmoe": _Architecture("olmoe"),
     "phi3": _Architecture("phi3"),
     "smollm3": _Architecture("smollm3", paired=True),
@@ -61,7 +61,7 @@ _FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Fields that `_rope` and `_config` read, and those that say nothing else than others.
+# Fields that `_rope` and `_config` read, and those that repeat others.
 _KNOWN = {
     "attention.sliding_window_pattern", "attention.value_length", "expert_count", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.finetuned",
@@ -82,7 +82,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
       The config, and parameters as `Transformer(config).init` returns them under "params", float32.
 
     Raises:
-      UserError: For another architecture, metadata or a tensor that is not understood, or a damaged file.
+      UserError: For an unknown architecture, metadata or a tensor that is not understood, or a damaged file.
     """
     file = open_gguf(path)
     config, family = _config_and_family(file, path)
@@ -92,7 +92,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
-    """Reads the config of `read_gguf` alone; no tensor is dequantised."""
+    """Reads only the config of `read_gguf`; no tensor is dequantised."""
     return _config_and_family(open_gguf(path), path)[0]
 
 
@@ -100,7 +100,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
 
 def _joined(axis: int) -> Transform:
-    """Makes the transform of kernels [experts, out, in] of which ours has the experts beside each other in an axis."""
+    """Makes the transform of kernels [experts, out, in] to ours, which have the experts side by side in an axis."""
     return Transform(lambda x, c: (np.concatenate(np.swapaxes(x, 1, 2), axis),))
 
 
@@ -118,7 +118,7 @@ _EXPERTS = [
 
 
 def _rows(family: Family, architecture: str) -> Rows:
-    """Gives the rows of a family the names that llama.cpp has for their tensors."""
+    """Returns the rows of a family with llama.cpp's names of their tensors."""
     import gguf
 
     by_name = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -129,7 +129,7 @@ def _rows(family: Family, architecture: str) -> Rows:
         if name is None or "experts" in here or row.here == ("layers/mlp/bias",):
             continue
         how = row.how
-        if leaf == "scale":  # those of a Gemma are stored as they multiply
+        if leaf == "scale":  # a Gemma's scales are stored as they multiply
             how = SAME
         elif _ARCHITECTURES[architecture].paired and here in ("layers/attention/query", "layers/attention/key"):
             how = _unpaired(here)
@@ -139,7 +139,7 @@ def _rows(family: Family, architecture: str) -> Rows:
 
 
 def _unpaired(here: str) -> Transform:
-    """Makes the transform of kernels [out, in] and biases [out] to our order; nothing writes them."""
+    """Makes the transform of kernels [out, in] and biases [out] to our order; they are never written."""
     is_query = here.endswith("query")
     return Transform(lambda x, c: (unpair(x, c.num_heads if is_query else c.kv_heads).T,))
 
@@ -156,7 +156,7 @@ def _dequantized(tensor: Any, where: str) -> np.ndarray:
         values = dequantize(tensor.data, tensor.tensor_type)
     except (NotImplementedError, ValueError) as error:
         raise UserError(f"{where}: tensor {tensor.name} of type {tensor.tensor_type.name}: {error}") from None
-    # A copy: JAX would go on reading a float32 tensor from the file itself, which may be written again.
+    # A copy: JAX would keep reading a float32 tensor from the file itself, which may be rewritten.
     return np.array(values, np.float32).reshape(_shape(tensor))
 
 
@@ -193,7 +193,7 @@ def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
 
 
 def _given(own: Mapping[str, Any], file: Gguf, family: Family) -> dict[str, Any]:
-    """Returns the config.json of a family that says what the metadata `own` of an architecture say."""
+    """Returns the config.json of a family that is equivalent to the metadata `own` of an architecture."""
     given = {there: _plain(own[here]) for here, there in _FIELDS.items() if own.get(here) or here in _REQUIRED}
     for part in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if isinstance(sizes := given.get(part), list):
@@ -211,7 +211,7 @@ def _given(own: Mapping[str, Any], file: Gguf, family: Family) -> dict[str, Any]
     names = {*family.fields, *(family.more.names if family.more else ())}
     if experts := own.get("expert_count"):
         given["num_experts" if "num_experts" in names else "num_local_experts"] = experts
-        if "moe_intermediate_size" not in names:  # all of its hidden layers are of experts
+        if "moe_intermediate_size" not in names:  # all of its hidden layers have experts
             given["intermediate_size"] = given.pop("moe_intermediate_size", given["intermediate_size"])
     if "attention_bias" in names and not isinstance(family.fields.get("attention_bias"), Only):
         given["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -219,7 +219,7 @@ def _given(own: Mapping[str, Any], file: Gguf, family: Family) -> dict[str, Any]
 
 
 def _windows(own: Mapping[str, Any], given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns which layers have windows: as the file or the family says, those of Qwen and `llama` all."""
+    """Returns which layers have windows: as the file or the family says; for Qwen and `llama` all."""
     layers, pattern = range(given["num_hidden_layers"]), own.get("attention.sliding_window_pattern")
     if "sliding_window" not in given:
         return {}
@@ -237,7 +237,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns `rope_parameters`, and what stands beside them."""
+    """Returns `rope_parameters`, and the fields beside them."""
     rope: dict[str, Any] = {"rope_type": own.get("rope.scaling.type", "none"),
                             "rope_theta": float(_plain(own.get("rope.freq_base", 10_000.0)))}  # fmt: skip
     width, turned = given["head_dim"], own.get("rope.dimension_count", given["head_dim"])
@@ -264,13 +264,13 @@ def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: 
     if rope["rope_type"] == "yarn":
         betas = {f"beta_{name}": own.get(f"rope.scaling.yarn_beta_{name}") for name in ("fast", "slow")}
         rope |= {name: _plain(beta) for name, beta in betas.items() if beta}
-        # gpt-oss does not round the bounds of the ramp; llama.cpp rounds those of every model.
+        # gpt-oss does not round the bounds of the ramp; llama.cpp rounds them for every model.
         rope |= {"original_max_position_embeddings": length, "truncate": family.name != "gpt_oss"}
     return {"rope_parameters": rope} | ({"original_max_position_embeddings": length} if length else {})
 
 
 def _llama3(divisors: np.ndarray, width: int, theta: float) -> dict[str, Any]:
-    """Recognises the scaling of Llama 3.1, of which the file has only the divisor of every frequency."""
+    """Recognises the scaling of Llama 3.1, for which the file has only the divisor of every frequency."""
     plain = rotary_frequencies(width, theta)
     for factor in _LLAMA3_FACTORS:
         scaled = plain / llama3_frequencies(plain, factor, _LLAMA3_LENGTH)

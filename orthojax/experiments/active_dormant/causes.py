@@ -1,9 +1,9 @@
 """Causes of the sink of Bigram-Backcopy: the drain of its value, and why softmax-1 keeps it.
 
-Softmax-n adds a key of logit ln n and value 0, the null. A head that has nothing to do could attend to it, as it
-attends to <s>. Both start with little: with T keys of equal logits <s> has 1 / (T + n) and the null n / (T + n). But
-the logit of <s> grows by itself, along its own key, while that of the null is fixed: its weight grows if all other
-logits fall, for which the model has no direction at the start, unless keys have a bias.
+Softmax-n adds a key of logit ln n and value 0, the null. A head that has nothing to do could attend to the null as it
+attends to <s>. Both start with little weight: with T keys of equal logits <s> has 1 / (T + n) and the null n / (T + n).
+But the logit of <s> grows by itself, along its own key, while the null's logit is fixed: the null's weight grows if all
+other logits fall, for which the model has no direction at the start, unless keys have a bias.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Sinks under other conditions: tasks around Bigram-Backcopy, attention, optimizers and depths, and a cure.
 
 Tasks: the appendix of Active-Dormant Attention Heads (arXiv 2410.13835); `needed_head` is a prediction that follows
-from the paper. `backcopy_cure` is the cure of From Attention to Activation (arXiv 2410.17174), on a task that it does
-not have. Softmax-n with n = T, whose null starts with half of the weight or more, was added when one seed of the others
-was there: `softmax1_sinks` says why it should do what softmax-1 does not.
+from the paper. `backcopy_cure` is the cure of From Attention to Activation (arXiv 2410.17174), on a task that is not in
+that paper. Softmax-n with n = T, whose null starts with half of the weight or more, was added after one seed of the
+others: `softmax1_sinks` says why it should do what softmax-1 does not.
 """
 
 from orthojax import quant
@@ -44,7 +44,7 @@ BACKCOPY_RULES = Study(
     runs=lambda scale: grid(backcopy(scale), {
         "bos": {},
         "two_bos": {"data.bos_tokens": 2},
-        # Without <s> the first token differs between sequences, and there is no one residual state to follow.
+        # Without <s> the first token differs between sequences, and there is no single residual state to follow.
         "no_bos": {"data.bos_tokens": 0, "train.probe": ""},
         "delimiter": {"data.delimiter": True},
         "backward": {"data.rule": "bigram_backward"},
@@ -184,7 +184,7 @@ def _runs(scale: str) -> dict[str, Config]:
 
 
 def _removes(method: str) -> list[Claim]:
-    """Returns the claims that a method removes what vanilla has in every seed: sink, drain and peak."""
+    """Returns the claims that a method removes what vanilla has in every seed: the sink, the drain and the peak."""
     of = f"{method}_*"
     removed = {
         "sink": (SINK[of] < 0.2, SINK[_V] >= 0.2),

@@ -21,16 +21,16 @@ from orthojax.train.evaluation import observing, validation_loss_nats
 from orthojax.train.step import split_tokens
 
 COPY, BIGRAM = RISKS = Metric("backcopy_excess_risk_nats"), Metric("bigram_excess_risk_nats")
-SINK = Metric("sink_attention_rest")  # the largest of the layers
+SINK = Metric("sink_attention_rest")  # the largest over layers
 
 
 def _ratios(of: Numbers, name: str) -> list[float]:
-    """Returns a norm of <s> over that of the others in every layer that has it."""
+    """Returns the ratio of a norm at <s> to the norm at other tokens, for every layer that has it."""
     ratios = of.layers(f"{name}_first") / of.layers(f"{name}_rest")
     return [float(ratio) for ratio in ratios if np.isfinite(ratio)] or [np.nan]
 
 
-# Of the layers, the one with the most pronounced phenomenon counts.
+# The layer with the most pronounced phenomenon counts.
 PEAK = Metric("residual norm, <s> over others, largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
 DRAIN = Metric("value norm, <s> over others, smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
 
@@ -38,9 +38,9 @@ _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "resid
 
 
 def half_step(steps: ArrayLike, values: ArrayLike) -> float:
-    """Returns the first step at which a curve has made half of its last large change.
+    """Returns the first step at which a curve has completed half of its last large change.
 
-    That change is the one to the end from the point that is farthest from it: the start, or the top of a rise.
+    That change leads to the end from the point farthest from the end: the start, or the top of a rise.
 
     >>> half_step([0, 10, 20, 30], [4.0, 3.0, 1.0, 0.0])
     20.0
@@ -59,7 +59,7 @@ def line(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
 
 
 def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Computes of every curve start, largest value, growth and `half_step`, and lines over ln t and t of late steps."""
+    """Computes start, maximum, growth and `half_step` of every curve, and lines over ln t and t at late steps."""
     lines = [line for line in read_metrics(loaded.source.parents[1] / "metrics.jsonl") if "sink_attention" in line]
     layers = range(loaded.config.model.num_layers)
     found: dict[str, float] = {}
@@ -83,12 +83,12 @@ HISTORY = Measure("history", _history)
 
 
 def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> dict[str, float]:
-    """Computes what the paper says of the gradient of <s>'s residual stream, by layer.
+    """Computes what the paper says about the gradient of <s>'s residual stream, by layer.
 
-    The gradient is that of the loss at other positions. `gradient_final_cosine`: its mean cosine with that of the last
-    probe. `gradient_decay`: the slope of its logarithm against that of the residual norm; -1 is 1 / norm.
-    `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s. The probes are in the order of
-    their steps, of which those from `since` on count.
+    The gradient is taken of the loss at other positions. `gradient_final_cosine`: its mean cosine with the last probe's
+    gradient. `gradient_decay`: the slope of the logarithm of its norm against the logarithm of the residual norm; -1 is
+    1 / norm. `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s. The probes are in the
+    order of their steps; only steps from `since` on count.
     """
     late = [arrays for arrays in probes if arrays["step"] >= since]
     by_probe = {name: np.stack([of[name] for of in late]).astype(float) for name in late[0] if name[:6] == "first_"}
@@ -118,7 +118,7 @@ def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(mechanism(probes))
 
 
-MECHANISM = Measure("mechanism", _mechanism)  # of runs with `mechanism_probe`
+MECHANISM = Measure("mechanism", _mechanism)  # for runs with `mechanism_probe`
 
 
 _KEPT = (COPY.name, BIGRAM.name, "sink_logit_gap", "value_norm_first", "residual_norm_first", "residual_peak")
@@ -138,7 +138,7 @@ def _scales(num_layers: int) -> dict[str, Interventions]:
 
 
 def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Computes `NAME: METRIC` of every intervention: risks, and by layer gap, value and peak."""
+    """Computes `NAME: METRIC` for every intervention: risks, and by layer gap, value and peak."""
     assert inputs.task is not None
     (observe, risks_of), tokens, found = observing(inputs.task), jnp.asarray(inputs.evaluation[:128, :-1]), {}
     for name, given in _scales(loaded.config.model.num_layers).items():
@@ -155,9 +155,9 @@ INTERVENTIONS = Measure("interventions", _intervene)
 
 
 def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures weights on <s> of sequences without triggers, and which tokens the head takes for triggers.
+    """Measures weights on <s> in sequences without triggers, and which tokens the head treats as triggers.
 
-    The published probe: after <s> and non-triggers comes a token c; c is called a trigger if the last query's weight on
+    In the published probe a token c follows <s> and non-triggers; c is called a trigger if the last query's weight on
     <s> is below 0.89.
     """
     assert inputs.task is not None
@@ -188,14 +188,14 @@ WITHOUT_TRIGGERS = Measure("without_triggers", _without_triggers)
 def key_mass(
     weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, task: BigramBackcopy
 ) -> dict[str, jax.Array]:
-    """Computes where one layer attends, mean over heads and late queries, those of the second half of a sequence.
+    """Computes where one layer attends, mean over heads and late queries (the second half of a sequence).
 
-    Of weights [B, N, T, T], value norms ||W_o v|| [B, N, T] and int [B, T] tokens it returns scalars of non-trigger
-    queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on the token that has most
-    above its `largest_token_equal`, which equal weights would give it by its occurrences; `token_value_ratio`, the
-    value norm of that token's keys over that of all; with a delimiter `delimiter_key`. Of trigger queries
-    `active_first_key` and `active_trigger_keys`, and with a delimiter `delimiter_key_triggers` of queries whose token
-    is a trigger elsewhere.
+    From weights [B, N, T, T], value norms ||W_o v|| [B, N, T] and int [B, T] tokens it returns scalars. For non-trigger
+    queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on the token with the largest
+    excess over its `largest_token_equal`, which equal weights would give it by its occurrences; `token_value_ratio`,
+    the value norm of that token's keys over the norm of all keys; with a delimiter, `delimiter_key`. For trigger
+    queries: `active_first_key` and `active_trigger_keys`. With a delimiter, for queries whose token is a trigger
+    elsewhere: `delimiter_key_triggers`.
     """
     T, V, is_trigger, delimiter = tokens.shape[1], task.vocab_size, task.is_trigger(tokens), task.delimiter_id
     trigger = jnp.isin(jnp.arange(V), jnp.asarray(task.triggers))  # by id
@@ -256,7 +256,7 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
     found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))
     for key in ("sequences", *(key for key in found if key.startswith(("value_norm", "residual_norm")))):
-        del found[key]  # which the evaluation has
+        del found[key]  # already in the evaluation
     models = {"perplexity": loaded.model}
     for name, setting in quant.SETTINGS.items():
         models[f"perplexity_{name}"] = quant.rounded_model(loaded.config.model, setting)

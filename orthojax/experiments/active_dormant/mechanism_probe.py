@@ -1,15 +1,15 @@
 """The residual stream of the first token and its gradient, as the probe of a run.
 
 Active-Dormant Attention Heads (arXiv 2410.13835) states: if upper layers have a sink on <s>, the gradients with
-respect to its residual state keep one direction, that of the null space of the value matrices above and of the key of
-<s>; norms let them decay as the state grows; Adam makes constant updates of them, so the state grows linearly. The
-statement is about attention, through which the state acts on other positions, so the gradient here is that of their
+respect to its residual state keep one direction, given by the null space of the value matrices above and by the key of
+<s>; norms let them decay as the state grows; Adam turns them into constant updates, so the state grows linearly. The
+statement is about attention, through which the state acts on other positions, so the gradient here is taken of their
 loss, without the prediction at <s> itself.
 
 A run with `train.probe = "orthojax.experiments.active_dormant.mechanism_probe:mechanism_probe"` writes the arrays of
 every probe to probes/step_N.npz.
 
-Under a causal mask position 0 sees itself alone, so its states do not depend on the rest of a sequence. Legend: L
+Under a causal mask position 0 sees only itself, so its states do not depend on the rest of a sequence. Legend: L
 layers, B batch, T positions, D d_model. The parameters are those of `Transformer.init`; all results are float32.
 """
 
@@ -43,8 +43,8 @@ def _first_states(model: Transformer, params: Any, token: jax.Array) -> tuple[ja
 def first_residual_gradients(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
     """Computes gradients with respect to the residual stream at position 0 after each block, [L, D].
 
-    They are those of the losses at all other positions, divided by all B T targets. The same vector is moved in all
-    sequences, with what the blocks below compute held; `tokens`, int [B, T + 1], have the same first token.
+    The loss is summed over all other positions and divided by all B T targets. The same vector is moved in all
+    sequences, with the output of the blocks below held fixed; `tokens`, int [B, T + 1], have the same first token.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     L = model.config.num_layers
@@ -72,7 +72,7 @@ def _read_by(block: Any, name: str) -> jax.Array:
 
 
 def weak_directions(model: Transformer, params: Any) -> jax.Array:
-    """Returns projectors [L, D, D] on the weakest quarter of the directions from which heads above a block read values.
+    """Returns projectors [L, D, D] onto the weakest quarter of directions from which heads above a block read values.
 
     Definition: the D / 4 eigenvectors of least eigenvalue of sum over heads and layers above of A A^T, with A = diag(g)
     W_V^h W_O^h from the normed residual stream to the output of the head; nan if no layer above attends. A random
@@ -95,8 +95,8 @@ def weak_directions(model: Transformer, params: Any) -> jax.Array:
 def key_directions(model: Transformer, params: Any, token: jax.Array) -> jax.Array:
     """Returns the direction after each block in which the residual stream moves the key of position 0 along itself.
 
-    Definition: diag(g) W_K k, summed over heads, of the next block, with k its key of position 0; nan after the last
-    and if the next block does not attend.
+    Definition: diag(g) W_K k of the next block, summed over heads, with k its key of position 0; nan after the last
+    block and if the next block does not attend.
     """
     _, keys = _first_states(model, params, token)
     none = jnp.full(model.config.d_model, jnp.nan)
@@ -106,12 +106,13 @@ def key_directions(model: Transformer, params: Any, token: jax.Array) -> jax.Arr
 
 
 def first_token_mechanism(model: Transformer, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Measures the paper's statements on the gradient of the first token's residual stream, with its vectors.
+    """Measures the paper's statements about the gradient of the first token's residual stream, with its vectors.
 
-    Of int [B, T + 1] tokens, all with the same first one, after each block: `first_gradient_weak_share` [L], the share
-    of the gradient's squared norm in `weak_directions`; `first_gradient_key_cosine` [L], between its negative, the way
-    that the state is pushed, and `key_directions`; the vectors `first_residual` and `first_gradient`, [L, D]. After the
-    last block, to which nothing attends, the gradient is 0, and ratios to its norm are nan.
+    For int [B, T + 1] tokens, all with the same first token, after each block: `first_gradient_weak_share` [L], the
+    share of the gradient's squared norm in `weak_directions`; `first_gradient_key_cosine` [L], the cosine between its
+    negative, the direction in which the state is pushed, and `key_directions`; the vectors `first_residual` and
+    `first_gradient`, [L, D]. After the last block, to which nothing attends, the gradient is 0, and ratios to its norm
+    are nan.
     """
     gradient, along = first_residual_gradients(model, params, tokens), key_directions(model, params, tokens[0, 0])
     norm = jnp.linalg.norm(gradient, axis=-1)
@@ -132,7 +133,7 @@ def probe_file(folder: Path, step: int) -> Path:
 def mechanism_probe(config: Config, rows: np.ndarray, folder: Path) -> Callable[[int, Any], None]:
     """Returns the function of a run that writes the arrays of a probe, given a step and the parameters after it.
 
-    The arrays of a file are `step` and those of `first_token_mechanism`; rows are int32 [probe_sequences, T + 1].
+    A file has `step` and the arrays of `first_token_mechanism`; rows are int32 [probe_sequences, T + 1].
 
     Raises:
       UserError: If sequences start with different tokens, or the run has a mesh.

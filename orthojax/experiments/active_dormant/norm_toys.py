@@ -1,15 +1,15 @@
 r"""Linear growth of the residual norm of <s>: two toys of Active-Dormant Attention Heads, with closed forms.
 
-LayerNorm shows attention only the direction of a residual stream r. Let it serve a logit y through its cosine with a
+LayerNorm shows attention only the direction of a residual stream r. Let r serve a logit y through its cosine with a
 fixed direction u: :math:`r = m u + z` with a fixed unit vector z, :math:`\langle u, z \rangle = c`, and the loss
 
 .. math::
   L = e^{-y f(m)}, \qquad f(m) = \frac{m + c}{\sqrt{m^2 + 2 m c + 1}}, \qquad
   f'(m) = \frac{1 - c^2}{(m^2 + 2 m c + 1)^{3/2}}
 
-(the layer-norm toy). Gradient flow lets y grow as ln t, so that the gradient by m is about :math:`\ln t / (m^3 t)`: the
-residual-norm toy. Both are those of the paper's section on residual-state peaks (arXiv 2410.13835), which says that
-LayerNorm makes gradients decay fast and that Adam makes constant updates of them; the closed forms are derived here.
+(the layer-norm toy). Gradient flow lets y grow as ln t, so the gradient in m is about :math:`\ln t / (m^3 t)`: the
+residual-norm toy. Both are from the paper's section on residual-state peaks (arXiv 2410.13835), which says that
+LayerNorm makes gradients decay fast and that Adam turns them into constant updates; the closed forms are derived here.
 """
 
 import functools
@@ -47,7 +47,7 @@ def cosine(m: Any, c: float) -> Any:
 
 
 def layer_norm_gradient(m: Any, y: Any, c: float) -> tuple[Any, Any]:
-    """Computes the derivatives of exp(-y f(m)) by m and by y."""
+    """Computes the derivatives of exp(-y f(m)) with respect to m and y."""
     loss, squared_norm = jnp.exp(-y * cosine(m, c)), m**2 + 2 * m * c + 1
     return -y * (1 - c**2) / squared_norm**1.5 * loss, -cosine(m, c) * loss
 
@@ -98,7 +98,7 @@ def adam_gain(decay: float, b2: float = _B2) -> float:
 
 
 def adam_logit_slope(rate: float, b2: float) -> float:
-    r"""Computes by how much Adam raises y in the layer-norm toy per step, once f is near 1.
+    r"""Computes how much Adam raises y per step in the layer-norm toy, once f is near 1.
 
     A logit that grows by :math:`\eta r` makes its own gradient decay at :math:`\gamma = \eta r`, so that r solves
     :math:`r = r(\eta r)`. The slope is :math:`\eta r`, below :math:`-\frac12 \ln \beta_2` for every rate.
@@ -111,7 +111,7 @@ def adam_logit_slope(rate: float, b2: float) -> float:
 def adam_norm_growth(
     speed: float, steps: int, rate: float, start: float, *, eps: float, decay: float = 0.0
 ) -> np.ndarray:
-    r"""Computes the norm that Adam gives the residual-norm toy in d dimensions by theory, after 1 ... steps, [steps].
+    r"""Computes the theoretical norm in the residual-norm toy in d dimensions under Adam, after 1 ... steps, [steps].
 
     :math:`r_0`, orthogonal to the updates, decays; along them
 
@@ -121,7 +121,7 @@ def adam_norm_growth(
       m^2 = (m_0 e^{-\eta \lambda t})^2 + k^2
 
     where :math:`s = \sqrt d` is the length of an update. So m grows by :math:`\eta \sqrt d` a step until decay balances
-    it (:math:`m = \sqrt d / \lambda`) or the gradient is below eps; from there Adam is SGD of the rate :math:`\eta /
+    it (:math:`m = \sqrt d / \lambda`) or the gradient is below eps; from there Adam is SGD at the rate :math:`\eta /
     \epsilon`, and `residual_norm_flow` holds. `speed` is s, for a direction whose entries have equal sizes, `rate` eta,
     `start` m_0 and `decay` lambda, decoupled.
     """
@@ -218,7 +218,7 @@ def _layer_norm() -> list[Row]:
 
 
 def _toys(seed: int) -> Iterator[Row]:
-    """Yields both toys; the seed is that of start and direction in d dimensions."""
+    """Yields both toys; the seed sets start and direction in d dimensions."""
     yield from (*_published(), *_layer_norm())
     for name, (rate, width, eps, decay) in _SETTINGS.items():
         rng = np.random.default_rng([seed, width])
@@ -242,7 +242,7 @@ _LINEAR, _LONGER = Metric("linear_r"), Metric("late_over_early")
 _LAYER_NORM = [f"layer_norm_{rate:g}_{b2:g}" for b2 in (0.99, 0.999) for rate in (9e-5, 3e-4, 9e-4)]
 _FREE = [name for name, (_, _, eps, decay) in _SETTINGS.items() if eps < 1e-20 and not decay]
 _EPS, _NO_EPS = "rate0.001_d64_eps1e-08_decay0", "rate0.001_d64_eps1e-30_decay0"
-# Nothing is drawn in the scalar toys, so that there are no fresh seeds.
+# Nothing is drawn in the scalar toys, so there are no fresh seeds.
 _PROTOTYPE = "a prototype of the same computation, which has no seed, had been run before"
 
 NORM_TOYS = Study(

@@ -1,7 +1,7 @@
 """Sinks, drains and peaks on Bigram-Backcopy: one layer, the published size, three layers, and one definition for all.
 
-Active-Dormant Attention Heads (arXiv 2410.13835), sections 2 and 3. The published code looks at the first layer's
-output of three alone; here is every layer.
+Active-Dormant Attention Heads (arXiv 2410.13835), sections 2 and 3. The published code looks only at the output of the
+first of three layers; here every layer is measured.
 """
 
 from orthojax.config import Config, replace
@@ -136,7 +136,7 @@ ONE_LAYER = Study(
     ],
 )  # fmt: skip
 
-# A tenth of the published steps is what two cores train in little more than an hour.
+# A tenth of the published steps, which two cores train in a little over an hour.
 _STEPS = (0, 100, 200, 300, 500, 1000)
 # Read off the figure of one seed, in the order of the steps; None if its data were not read off.
 _PUBLISHED: dict[str, tuple[float | None, ...]] = {
@@ -296,7 +296,7 @@ PEAK_BLOCKS = Study(
     measures=(measures.INTERVENTIONS,),
     note="Models of up to three blocks, some without attention or MLP: mlp_one_mlp is an MLP, a block and an MLP. The "
     "peak is the norm of the residual stream at <s> less its mean at other tokens. The paper's are of one seed.",
-    # Read off its bar chart, but for one that is exact.
+    # Read off its bar chart, except for one exact value.
     paper={name: {_AFTER_FIRST.name: peak} for name, peak in {
         "two": 15.0, "three": 115.0, "two_mlp": 106.09, "mlp_one_mlp": 11.0, "attention_one_mlp": -1.0}.items()},
     columns=[_AFTER_FIRST, "residual_peak_ratio/layer_0", PEAK, *RISKS],

@@ -31,7 +31,7 @@ SCALES = ("tiny", "small")  # a quarter of the published width and length, and t
 SEEDS = (1, 2, 3, 4, 5)  # not those of the pilots
 _LOG_STEPS = (0, 10, 20, 30, 50, 70, 100, 140, 200, 280, 400, 560, 800, 1120, 1500, 2000, 2500)
 
-# PyTorch's SGD, the paper's, adds the decay of 1e-4 to the gradient, so that momentum makes it 1 / (1 - 0.9) as strong.
+# PyTorch's SGD, the paper's, adds the decay 1e-4 to the gradient, so momentum makes it 1 / (1 - 0.9) times as strong.
 SGD = {"optim.optimizer": "sgd", "optim.momentum": 0.9, "optim.weight_decay": 1e-3}
 ORTHOADAM = {"optim.optimizer": "orthoadam", "optim.rotation.kind": "haar"}
 
@@ -47,7 +47,7 @@ def backcopy(scale: str = "tiny") -> Config:
     published = scale == "small"
     steps, width = (10_000, 256) if published else (3000, 64)
     more_steps = (1000, 3500, 5000, 7000) if published else ()
-    size = len(set(default_text())) + 2  # which depends on the version of Python
+    size = len(set(default_text())) + 2  # depends on the version of Python
     model = bigram_backcopy(1, d_model=width, d_mlp=4 * width, max_length=width, vocab_size=size)
     changes: dict[str, Any] = {
         "optim.learning_rate": 3e-4 if published else 3e-3,
@@ -87,13 +87,13 @@ def short(**changes: Any) -> Config:
 
 
 def letters() -> BigramBackcopy:
-    """Returns the task of the text's letters and spaces, so few that rare ones take part within the times shown."""
+    """Returns the task on the text's letters and spaces, few enough that rare ones take part within the times shown."""
     kept = (c if c in string.ascii_lowercase else " " for c in default_text().lower())
     return BigramBackcopy.from_text(" ".join("".join(kept).split()))
 
 
 SHOWN = (0, 20, 40, 60, 80, 100, 125, 150, 175, 200, 250, 300, 400, 500, 600, 700, 800, 900, 1000)
-EARLY = 300  # a mean over the steps to here says how soon a curve rises
+EARLY = 300  # a mean over the steps up to here says how early a curve rises
 _CURVES = ("sink_attention_rest", "null_mass_rest", "value_ratio")
 
 Intervene = Callable[[Any, jax.Array], Interventions]  # (parameters, inputs [B, T]) -> the interventions of a pass
@@ -104,10 +104,10 @@ class Setting:
     """A run with interventions.
 
     Attributes:
-      config: Of the run.
+      config: Config of the run.
       value: The norm at which the value of <s> is held: `others`, the mean norm of the other values of the batch at
-        this step, taken as a constant; `initial`, its own before the first step; `drained`, a tenth of that; "" leaves
-        it.
+        this step, taken as a constant; `initial`, its own norm before the first step; `drained`, a tenth of `initial`;
+        "" does not hold it.
       hidden: Whether queries of non-triggers after <s> may not attend to <s>.
       both_views: Whether the trained model is measured with <s> hidden as well, as `hidden: NAME`.
     """
@@ -152,7 +152,7 @@ def look(
     """Measures risks, sink, drain, the null and `key_mass` as the run sees them.
 
     `value_effect_nats` is the mean KL divergence at non-triggers from the predictions to those without the value of
-    <s>, all weights the same: a vector that the rest of the model ignores has none, whatever its norm.
+    <s>, with all weights unchanged: a vector that the rest of the model ignores has no effect, whatever its norm.
     """
     given, is_trigger = intervene(params, tokens), task.is_trigger(tokens)
 
@@ -193,11 +193,11 @@ def _train_step(config: Config, model: Transformer, intervene: Intervene, steps:
 
 
 def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) -> Row:
-    """Trains a setting and returns the numbers at the end, and curves by step, all of `look`.
+    """Trains a setting and returns the numbers at the end, and curves by step, all from `look`.
 
-    In float32 even if float64 is enabled. Parameters, optimizer and batches are those of the same config elsewhere.
-    `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass of the start.
-    The run ends with the last of the ascending steps `shown`; those of the config are not read.
+    In float32 even if float64 is enabled. Parameters, optimizer and batches are as for the same config elsewhere.
+    `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass at the start.
+    The run ends with the last of the ascending steps `shown`; the steps of the config are not read.
     """
     config, found = replace(setting.config, {"train.seed": seed, "data.seed": seed}), {}
     with jax.enable_x64(False):

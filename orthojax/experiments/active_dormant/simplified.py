@@ -1,15 +1,15 @@
 r"""The simplified models of Active-Dormant Attention Heads (arXiv 2410.13835) in training: one layer, and three.
 
-Attention is written with the parameters that matter on Bigram-Backcopy and no others. Token v is the one-hot
+Attention is written with only the parameters that matter on Bigram-Backcopy. Token v is the one-hot
 :math:`e_v`, its value :math:`\xi_v e_v`, the value of <s> a vector :math:`\beta`. A query of token v has one free
-logit: :math:`\alpha_v` on <s> if v is no trigger, :math:`\lambda_v` on the token before it if it is one; all
+logit: :math:`\alpha_v` on <s> if v is not a trigger, :math:`\lambda_v` on the token before it if v is one; all
 other visible keys have the logit 0. With :math:`n_i` the sum of :math:`\xi_{x_j} e_{x_j}` over :math:`1 \le j \le i`,
 
 .. math::
   o_i = \frac{e^{\alpha_v} \beta + n_i}{e^{\alpha_v} + i} \text{ (no trigger)}, \qquad
   o_i = \frac{\beta + n_i + (e^{\lambda_v} - 1) \xi_{x_{i-1}} e_{x_{i-1}}}{e^{\lambda_v} + i} \text{ (trigger)}
 
-and the logits are :math:`o_i + W_2^T \mathrm{relu}(W_1^T e_v)`: nothing is added from the residual stream, nothing is
+and the logits are :math:`o_i + W_2^T \mathrm{relu}(W_1^T e_v)`: nothing is added from the residual stream or
 normalised. Legend: B batch, T positions, V vocabulary, H hidden units. Parameters are dicts of arrays.
 """
 
@@ -74,8 +74,8 @@ def attend(params: Params, tokens: jax.Array, trigger: jax.Array) -> tuple[jax.A
     counts = jnp.einsum("ts,bsv->btv", jnp.tri(length, dtype=value.dtype), one_hot.at[:, 0].set(0.0))
     is_trigger = trigger[tokens]
     own = jnp.where(is_trigger, params["previous_logit"][tokens], params["sink_logit"][tokens])
-    own = own.at[:, 0].set(0.0)  # <s> sees itself alone, whatever its logit
-    top = jnp.maximum(own, 0.0)  # all weights are times exp(-top), so that none overflows
+    own = own.at[:, 0].set(0.0)  # <s> sees only itself, whatever its logit
+    top = jnp.maximum(own, 0.0)  # all weights are multiplied by exp(-top), so that none overflows
     free, other = jnp.exp(own - top), jnp.exp(-top)
     on_bos = jnp.where(is_trigger, other, free)
     more_on_previous = jnp.where(is_trigger, free - other, 0.0)
@@ -89,7 +89,7 @@ def attend(params: Params, tokens: jax.Array, trigger: jax.Array) -> tuple[jax.A
 def apply(params: Params, tokens: jax.Array, trigger: jax.Array) -> Applied:
     """Computes the one-layer model, which has no residual streams."""
     output, bos_weight = attend(params, tokens, trigger)
-    by_token = jax.nn.relu(params["mlp_in"]) @ params["mlp_out"]  # [V, V]; the MLP sees the token alone
+    by_token = jax.nn.relu(params["mlp_in"]) @ params["mlp_out"]  # [V, V]; the MLP sees only the token
     return output + by_token[tokens], bos_weight, ()
 
 
@@ -98,7 +98,7 @@ def init_three_layers(key: jax.Array, vocab_size: int) -> Params:
 
     Returns:
       `below` and `above`: `value` and `output` [V, V], `mlp_in` [V, H], `mlp_out` [H, V]; `copy`: those of `init`;
-      `readout` [V, V]; `direction` [V], N(0, 1) / V, which stays as it is.
+      `readout` [V, V]; `direction` [V], N(0, 1) / V, which is not trained.
     """
     below, above, copy, readout, direction = jax.random.split(key, 5)
     square = vocab_size, vocab_size
@@ -147,7 +147,7 @@ def apply_three_layers(params: Params, tokens: jax.Array, trigger: jax.Array) ->
     return logits, bos_weight, (after_first, after_second, after_third)
 
 
-# As published, but for steps of fewer and shorter sequences.
+# As published, except that steps have fewer and shorter sequences.
 _COPY_RATE, _OUTER_RATE, _SGD_RATE, _B1, _B2, _WEIGHT_DECAY = 0.03, 3e-4, 0.03, 0.9, 0.99, 1e-4
 _BATCH, _LENGTH, _EVALUATED, _CHUNK, _DRAWN = 64, 64, 128, 10, 100
 
@@ -167,7 +167,7 @@ def adamw(rate: float = _COPY_RATE) -> optax.GradientTransformation:
 
 
 def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
-    """Returns AdamW of `_COPY_RATE` for the middle one of three layers, the named one for all others."""
+    """Returns AdamW at `_COPY_RATE` for the middle one of three layers, and the named optimizer for all others."""
     outer = {
         "adam": adamw(_OUTER_RATE),
         "orthoadam": orthoadam(
@@ -184,8 +184,8 @@ def measure(
 ) -> dict[str, jax.Array]:
     """Measures risks in nats, weight on <s> and its logits at non-triggers, values, residual norms of <s>.
 
-    The weight counts the row of <s>, as published; logits are those of a query at each non-trigger after <s>, with
-    their standard deviation over positions; a value's norm is that without its mean, which shifts all logits alike.
+    The weight includes the row of <s>, as published; logits are for a query at each non-trigger after <s>, with their
+    standard deviation over positions; a value's norm excludes its mean, which shifts all logits alike.
     """
     logits, bos_weight, residuals = apply(params, tokens, trigger)
     layer, log_probs, is_trigger = params.get("copy", params), jax.nn.log_softmax(logits), trigger[tokens]
@@ -246,7 +246,7 @@ def train(
     return found
 
 
-_STEPS = 5000  # of the published script; its notebook has 10,000
+_STEPS = 5000  # as in the published script; its notebook has 10,000
 _SHOWN = (
     *(0, 10, 20, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500),
     *(3000, 3500, 4000, 4500, _STEPS),
@@ -295,7 +295,7 @@ SIMPLIFIED_MODEL = Study(
     note="The reparametrised model of the paper, with an MLP of 128 hidden units. Letters and spaces of the "
     f"text, three triggers, {_STEPS:,} steps of {_BATCH} x {_LENGTH} tokens (published: 512 x 256), AdamW as "
     "published. The bigram excess is against the true law after <s>. A value's norm is that without its mean.",
-    # After 10,000 steps, one seed, of 67 characters and 256 positions.
+    # After 10,000 steps, one seed, with 67 characters and 256 positions.
     paper={_ONE: {"backcopy_risk": 2.13e-7, "value_norm_bos": 0.3, "value_norm_triggers": 2.5}},
     columns=[_COPY, _BIGRAM, _SINK, _LOGIT, _SPREAD, "value_norm_bos value_norm_triggers value_norm_rest", _LOG_SLOPE,
              _LOG_R],
@@ -318,7 +318,7 @@ SIMPLIFIED_MODEL = Study(
 
 _GROWTH, _LINEAR, _SLOPE = Metric("growth"), Metric("linear_r"), Metric("slope_per_1000")
 _SHARE = Metric("largest_share")
-# Of either sign, as its factor in every logit, alpha, may be.
+# Of either sign, since its factor in every logit, alpha, may have either.
 _TURNED = Metric("|cosine| of <s> with its key", lambda of: abs(of["key_cosine"]))
 
 SIMPLIFIED_THREE_LAYERS = Study(

@@ -7,7 +7,7 @@ the non-trigger v has weight :math:`e^{\alpha_v}` on <s>, weight W and the sum o
   z_v = \frac{e^{\alpha_v} \beta + \xi}{e^{\alpha_v} + W}, \qquad q_v = \mathrm{softmax}(z_v + \log p_v), \qquad
   L = \sum_v \pi_v \mathrm{KL}(p_v \| q_v)
 
-The head can only do harm. Gradient flow on L is followed in float64, beside closed forms whose constants are derived
+The head can only do harm. Gradient flow on L is followed in float64, next to closed forms whose constants are derived
 here. With several contexts L is the mean over them; the theory has one. Legend: C contexts, K non-trigger tokens, V
 tokens that can follow.
 """
@@ -29,7 +29,7 @@ class Chain:
     """The constants of L, which gradient flow does not change.
 
     Attributes:
-      weights: pi, float64 [K], of sum 1.
+      weights: pi, float64 [K], with sum 1.
       rows: p, float64 [K, V].
       others: W.
       contexts: xi of each context, float64 [C, V].
@@ -44,7 +44,7 @@ class Chain:
     def of_task(cls, task: BigramBackcopy, values: np.ndarray, counts: np.ndarray) -> "Chain":
         """Returns the chain of the non-trigger tokens of a task.
 
-        `values` [V] are xi_v of every character; `counts` [C, V] says how often a query sees it, with equal sums W.
+        `values` [V] are xi_v of every character; `counts` [C, V] says how often a query sees each, with equal sums W.
         """
         size = task.vocab_size - 1  # nothing is followed by <s>
         tokens = np.setdiff1d(np.arange(size), task.triggers)
@@ -60,7 +60,7 @@ class Chain:
         return tilted / np.sum(tilted, axis=-1, keepdims=True)
 
     def gradients(self, alpha: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        r"""Computes the gradients of L by alpha [K] and by beta [V].
+        r"""Computes the gradients of L with respect to alpha [K] and beta [V].
 
         .. math::
           \partial_{\alpha_v} L &= \pi_v \frac{e^{\alpha_v}}{(e^{\alpha_v} + W)^2} \langle q_v - p_v, W \beta - \xi
@@ -73,7 +73,7 @@ class Chain:
         return self.weights * share / (sink + self.others) * along, (self.weights * share) @ np.mean(error, axis=0)
 
     def curvatures(self) -> np.ndarray:
-        """Computes the variance of xi under each p_v, [K]: twice the KL of a unit of 1 / (exp(alpha) + W), squared."""
+        """Computes the variance of xi under each p_v, [K]: twice the KL per unit of 1 / (exp(alpha) + W) squared."""
         return np.mean(self.contexts**2 @ self.rows.T - (self.contexts @ self.rows.T) ** 2, axis=0)
 
 
@@ -82,7 +82,7 @@ def flow(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Integrates gradient flow on L, in ln(1 + t) by an implicit method of variable order.
 
-    Starts from alpha [K] and beta [V], keeps the one that `hold` names as it is, and returns (alpha [times, K], beta
+    Starts from alpha [K] and beta [V], holds the one that `hold` names fixed, and returns (alpha [times, K], beta
     [times, V]) at increasing t > 0.
     """
     count = len(alpha)
@@ -123,13 +123,13 @@ def half_log(times: np.ndarray, start: float, rate: float, others: float) -> np.
 def half_log_asymptote(time: float | np.ndarray, rate: float | np.ndarray) -> np.ndarray:
     r"""Returns the limit :math:`\alpha_v(t) \to \frac12 \ln t + \frac12 \ln(2 \pi_v \mathrm{Var}_{p_v}(\xi))`.
 
-    Every logit grows alike, so that their differences stop while they grow.
+    All logits grow alike, so their differences become constant while they grow.
     """
     return np.array(0.5 * np.log(2 * np.asarray(rate) * time))
 
 
 def bos_fixed_point(alpha: float, value_sum: np.ndarray, start: np.ndarray) -> np.ndarray:
-    r"""Returns the limit of the value of <s>, [V] as `value_sum` xi and `start`, while all logits on it are alpha.
+    r"""Returns the limit of the value of <s>, [V] like `value_sum` xi and `start`, while all logits on it are alpha.
 
     .. math::
       \beta^* = \bar\beta_0 \mathbf 1 + e^{-\alpha} (\bar\xi \mathbf 1 - \xi)
@@ -141,7 +141,7 @@ def bos_fixed_point(alpha: float, value_sum: np.ndarray, start: np.ndarray) -> n
 
 
 def bos_rates(chain: Chain, alpha: float) -> np.ndarray:
-    r"""Returns the rates of that, [V], increasing; the first one is 0, of the direction 1.
+    r"""Returns the rates at which beta approaches its limit, [V], increasing; the first is 0, for the direction 1.
 
     Near its fixed point beta moves by :math:`e^{-w^2 H t}` with :math:`w = e^\alpha / (e^\alpha + W)` and
 
@@ -156,7 +156,7 @@ def bos_rates(chain: Chain, alpha: float) -> np.ndarray:
 def distance_to_stationary(alpha: np.ndarray, beta: np.ndarray, chain: Chain) -> tuple[float, float]:
     r"""Measures the distance from the set :math:`\{\alpha_v = \alpha, \beta = c \mathbf 1 - e^{-\alpha} \xi\}`.
 
-    There q = p for every v, so that nothing moves. Returns the standard deviation of alpha under pi, and :math:`\| P
+    There q = p for every v, so nothing moves. Returns the standard deviation of alpha under pi, and :math:`\| P
     (e^{\bar\alpha} \beta + \xi) \| / \| P \xi \|` with P the centring and the mean under pi: both are 0 on the set.
     """
     mean = chain.weights @ alpha
@@ -169,11 +169,11 @@ def distance_to_stationary(alpha: np.ndarray, beta: np.ndarray, chain: Chain) ->
 
 _POSITION, _CONTEXTS = 32, 8
 _LATE, _LAST, _LAST_JOINT = 12, 16, 10  # powers of ten of times
-_DECAYS = (5, 10, 15, 20, 25)  # times, in 1 / the slowest rate
+_DECAYS = (5, 10, 15, 20, 25)  # times, in units of 1 / the slowest rate
 
 
 def chains(seed: int) -> tuple[Chain, Chain]:
-    """Returns a query with the mean context, as in the theory, and one with contexts of real sequences."""
+    """Returns the chain with the mean context, as in the theory, and one with contexts of real sequences."""
     task = letters()
     size = task.vocab_size - 1
     values = np.random.default_rng([seed, 0]).standard_normal(size)
@@ -190,7 +190,7 @@ def _slopes(times: np.ndarray, alpha: np.ndarray, decades: int) -> np.ndarray:
 
 
 def _times(last: int) -> np.ndarray:
-    """Returns four times of each decade to 10^last."""
+    """Returns four times per decade up to 10^last."""
     return np.geomspace(1, 10.0**last, 4 * last + 1)
 
 

@@ -149,7 +149,7 @@ _D = _ROTATED_SIZES[-1]
 
 
 def alphas(size: int) -> tuple[float, ...]:
-    """Returns the spikes of one D: as long as all the noise, D, and 10 D; the paper's models have 4 to 39 D."""
+    """Returns the spikes for one D: as long as all the noise, D, and 10 D; the paper's models have 4 to 39 D."""
     return (math.sqrt(size), 1.0 * size, 10.0 * size)
 
 
@@ -166,12 +166,12 @@ def _rotated(seed: int) -> Iterator[Row]:
         drawn = [rotations.spiked_vectors(alpha, size, _SAMPLES, seed) for alpha in alphas(size)]
         x, channels = np.concatenate([x for x, _ in drawn]), np.concatenate([c for _, c in drawn])
         for rotation in rotations.ROTATIONS:
-            # The columns Q e_i as well, in the same call: Q is drawn once.
+            # Also the columns Q e_i, in the same call: Q is drawn once.
             both = np.concatenate([x, np.eye(size)[channels]])
             rotated = np.split(rotations.rotate(both, np.tile(channels, 2), rotation, seed), 2 * len(drawn))
             for alpha, y, columns in zip(alphas(size), rotated, rotated[len(drawn) :], strict=False):
                 closed = float(np.mean(rotations.mixture_kurtosis(alpha, columns)))
-                if rotation in ("aligned", "haar"):  # exactly Gaussian values, but for an offset or a length
+                if rotation in ("aligned", "haar"):  # exactly Gaussian values, except for an offset or a length
                     closed = rotations.direction_kurtosis(size)
                 metrics = {name: float(value) for name, value in _measure(y).items()}
                 metrics["kurtosis_closed_form"] = closed

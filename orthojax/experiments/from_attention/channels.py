@@ -27,13 +27,13 @@ from orthojax.train.step import split_tokens
 
 # Name -> path of the kernel [I, D] of an output projection, which writes to the residual stream, in a layer.
 PARTS = {"mlp_output": "mlp/output", "attention_output": "attention/output"}
-# Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993) take 3.5 for one sample; a model has thousands of
-# channels, of which Gaussian chance brings 1 in 4,300 beyond that, and 1 in 3.5 million beyond this.
+# Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993) use 3.5 for one sample; a model has thousands of
+# channels, and of Gaussian ones 1 in 4,300 exceeds 3.5, and 1 in 3.5 million exceeds this.
 OUTLIER_SCORE = 5.0
 
 
 def top_count(size: int) -> int:
-    """Returns how many of D channels count as the top ones: a thirty-second, one at least."""
+    """Returns how many of D channels count as the top ones: a thirty-second, at least one."""
     return max(1, size // 32)
 
 
@@ -45,9 +45,9 @@ def channel_norms(kernel: ArrayLike) -> np.ndarray:
 def outlier_scores(values: ArrayLike) -> np.ndarray:
     """Returns modified z-scores of the logarithms: 0.6745 (log x - median) / MAD, positive for large values.
 
-    MAD is the median of |log x - median|, 0.6745 the MAD of a standard Gaussian; what is beyond `OUTLIER_SCORE` counts
-    as an outlier. Logarithms, because norms and moments are positive and differ by factors; a zero counts as the
-    smallest positive number. [..., D] -> float64; 0 for a value at the median, infinite for another one if MAD is 0.
+    MAD is the median of |log x - median|, 0.6745 the MAD of a standard Gaussian; a score beyond `OUTLIER_SCORE` is an
+    outlier. Logarithms are used because norms and moments are positive and differ by factors; a zero counts as the
+    smallest positive number. [..., D] -> float64; 0 for a value at the median, infinite for others if MAD is 0.
     """
     logs = _logs(np.asarray(values, np.float64))
     away = logs - np.median(logs, axis=-1, keepdims=True)
@@ -61,7 +61,7 @@ def _logs(values: np.ndarray) -> np.ndarray:
 
 
 def correlation(a: ArrayLike, b: ArrayLike, *, of_ranks: bool = False) -> float:
-    """Returns Pearson's correlation of [D] and [D], or Spearman's, of ranks; nan if all values of one are equal.
+    """Returns Pearson's correlation of [D] and [D], or Spearman's (of ranks); nan if all values of one are equal.
 
     >>> round(correlation([1.0, 2.0, 3.0], [5.0, 3.0, 1.0]), 9)
     -1.0
@@ -79,7 +79,7 @@ def correlation(a: ArrayLike, b: ArrayLike, *, of_ranks: bool = False) -> float:
 
 
 def output_kernels(tree: Any, part: str) -> np.ndarray:
-    """Returns the kernels of one of `PARTS` of all layers, of parameters or moments: [layers, I, D]."""
+    """Returns the kernels of one of `PARTS` in all layers, from parameters or moments: [layers, I, D]."""
 
     def kernel(layer: Any) -> np.ndarray:
         for name in (*PARTS[part].split("/"), "kernel"):
@@ -93,7 +93,7 @@ def output_kernels(tree: Any, part: str) -> np.ndarray:
 
 
 def _group(config: Config, part: str) -> int | None:
-    """Returns which of the rotated groups of axes has the output axis of a projection; None if it is not rotated."""
+    """Returns which rotated group of axes has the output axis of a projection; None if the axis is not rotated."""
     if not config.optim.is_rotated or config.optim.rotation.kind == "identity":
         return None
     rule: Any = make_rotation(config.seeded_optim.rotation).axes
@@ -134,7 +134,7 @@ def _basis(config: Config, part: str, group: int, layer: int) -> np.ndarray:
 
 
 def second_moments(state: Any) -> Any:
-    """Returns the tree of Adam's second moments in an optimizer state, wherever it is; None without."""
+    """Returns the tree of Adam's second moments in an optimizer state, wherever it is; None if there is none."""
     if not isinstance(state, dict):
         return None
     if isinstance(state.get("nu"), dict):
@@ -150,7 +150,7 @@ def _measure_output_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Me
         norms = own = channel_norms(kernels)
         if _group(config, part) is not None:
             own = channel_norms(kernels @ output_bases(config, part).swapaxes(1, 2))
-        # Without bias correction, which is one factor for all.
+        # Without bias correction, which is the same factor for all.
         summed = None if moments is None else output_kernels(moments, part).astype(np.float64).sum(-2)
         for name, values in channel_metrics(norms, own, summed).items():
             metrics |= by_layer(f"{part}_{name}", np.asarray(values))
@@ -164,10 +164,11 @@ def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | No
     """Computes metrics of one projection from norms, norms in the optimizer's basis and summed moments, [layers, D].
 
     Returns:
-      Metric -> its value of each layer. Of the model's channels: `outlier_channels` (how many have an outlier score
-      above `OUTLIER_SCORE`) and `norm_peak` (largest norm / median). Of those of the moments: `moment_spread` (standard
-      deviation of log moment), `rank_correlation` (Spearman's, of norm and moment), `own_outlier_channels`, and
-      `explained_outlier_channels` (those of them whose moment is a small outlier, its score below -`OUTLIER_SCORE`).
+      Metric -> its value in each layer. For the model's channels: `outlier_channels` (how many have an outlier score
+      above `OUTLIER_SCORE`) and `norm_peak` (largest norm / median). For the moments' channels: `moment_spread`
+      (standard deviation of log moment), `rank_correlation` (Spearman's, of norm and moment), `own_outlier_channels`,
+      and `explained_outlier_channels` (own outliers whose moment is a small outlier, its score below
+      -`OUTLIER_SCORE`).
     """
     metrics = {
         "outlier_channels": np.sum(outlier_scores(norms) > OUTLIER_SCORE, axis=-1),
@@ -214,7 +215,7 @@ def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
     r"""Returns the mean of :math:`|A_i \cap A_j| / k` over all pairs of different sets, each of k channels.
 
     With :math:`c_d` the number of the n sets that hold channel d it is :math:`(\sum_d c_d^2 - n k) / (n (n - 1) k)`.
-    Independent random sets of k among D channels overlap by k / D in the mean.
+    Independent random sets of k among D channels overlap by k / D on average.
 
     Args:
       members: Membership of channels in each set, bool [..., D], all with the same number.
@@ -242,9 +243,9 @@ def _observe_sets(taps: Taps) -> dict[str, tuple[jax.Array, jax.Array]]:
 def channel_overlap(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, float]:
     """Measures the overlap of the largest channels of hidden states between inputs, positions and layers.
 
-    The set of a sequence and layer are the k channels of largest mean |x| over positions, that of a position those of
-    largest |x|. Overlaps are `mean_overlap`s. Two k, since nobody knows how many outlier channels a model has: if
-    there are fewer than k, ordinary channels fill the sets; if there are several, k = 1 sees them take turns.
+    The set of a sequence and layer has the k channels with the largest mean |x| over positions, the set of a position
+    the k with the largest |x|. Overlaps are `mean_overlap`s. Two k are used, since the number of outlier channels is
+    unknown: if there are fewer than k, ordinary channels fill the sets; if there are several, they take turns at k = 1.
 
     Returns:
       Metrics `largest_channels_*` for k = `top_count(D)` and `largest_channel_*` for k = 1: `between_sequences`, mean
@@ -281,8 +282,8 @@ def _magnitude(taps: Taps) -> jax.Array:
 def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Ranks the channel of the largest hidden states among the output channels of the same layer.
 
-    Returns by one of `PARTS` how many channels, [layers], have a larger norm of their weights than the channel with the
-    largest mean |hidden state| over sequences and positions.
+    Returns for each of `PARTS` how many channels, [layers], have a larger weight norm than the channel with the largest
+    mean |hidden state| over sequences and positions.
     """
     hidden: Any = analysis.measure(loaded, [split_tokens(tokens, loaded.config.model)[0]], _magnitude)
     channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]

@@ -143,7 +143,7 @@ _SIZES, _SAMPLES, _DRAWS = (2, 3, 64, 768), 256, 16
 
 
 def rotated_ratios(seed: int) -> Iterator[Row]:
-    """Yields the mean of max|y| / ||y|| after each rotation, with the rest and of the dominant component alone."""
+    """Yields the mean of max|y| / ||y|| after each rotation, with the rest and for only the dominant component."""
     ratio = jax.jit(norm_ratio)
     for size in _SIZES:
         x, spikes = rotations.spiked_vectors(0.0, size, _SAMPLES, seed)
@@ -310,12 +310,12 @@ def _rises(layers: Expr) -> Expr:
 
 
 def _grows(layers: Expr) -> Expr:
-    # Less is no growth: outliers of the first layer stay in the residual stream, and noise decides which has most.
+    # Less is not growth: outliers of the first layer stay in the residual stream, and noise decides which has most.
     return _rises(layers) & (peak(layers) >= 1.25 * _first(layers))
 
 
 def _dominance() -> list[Claim]:
-    """Returns appendix I.1: low at first, a peak in the middle, less at the end; and none with softmax-1."""
+    """Returns the claims of appendix I.1: low at first, a peak in the middle, less at the end; none with softmax-1."""
     claims = []
     for of, words in ((V, "softmax and Adam"), (O, "softmax and OrthoAdam")):
         layers = _FRACTIONS[of]
@@ -335,7 +335,7 @@ def _dominance() -> list[Claim]:
 
 
 def _growth(metric: str, words: str, limit: Metric) -> list[Claim]:
-    """Returns appendices I.2 and I.3: growth with Adam, with OrthoAdam from a lower start, with both none at all."""
+    """Returns the claims of appendices I.2 and I.3: growth with Adam, from lower with OrthoAdam, none with both."""
     of = ByLayer(metric)
     above = {name: peak(of[name]) > limit[name] for name in (V, S, O)}
     lower = _first(of[O]) < _first(of[V])
@@ -359,10 +359,10 @@ def _ratio_limit(of: Numbers) -> float:
 
 
 def _max_abs() -> list[Claim]:
-    """Returns appendices I.4 and J: outliers are established early and persist; both methods together shrink them."""
+    """Returns the claims of appendices I.4 and J: outliers arise early and persist; both methods shrink them."""
     of = ByLayer("max_abs_first")
     outliers = peak(ByLayer("kurtosis_first")[V]) > _LIMIT[V]
-    # From layer L / 4 of L on, rounded down, the last aside.
+    # From layer L / 4 of L on, rounded down, without the last.
     later = function("smallest from L / 4 on", lambda of: of[len(of) // 4 : -1].min(initial=np.inf), of[V])
     smaller = function("smaller in every layer", lambda after, before: bool((after < before).all()), of[C], of[V])
     return [
@@ -376,7 +376,7 @@ def _max_abs() -> list[Claim]:
 
 
 def _study(figure: int, metric: str, words: str, claims: Sequence[Claim], y_scale: Scale, **references: float) -> Study:
-    """Returns five figures of one metric: of four of our models, two sizes in the third, and of given models."""
+    """Returns five figures of one metric: for four of our models, two sizes in the third, and for given models."""
     at = [of_layers(metric, f"x = {x:.2g}", lambda of, x=x: of[round(x * (len(of) - 1))]) for x in (0, 1 / 3, 2 / 3, 1)]
     at += [of_layers(metric, "largest", np.max), of_layers(metric, "in layer", lambda of: np.argmax(of) + 1)]
     return Study(
@@ -407,7 +407,7 @@ _SETS = ("largest_channel", "largest_channels")  # the largest, and a 32nd of al
 
 
 def _same_channels(overlap: str, what: str) -> Claim:
-    """Returns 'the same feature channels always exhibit outlier activations' (section 2.2), of softmax and Adam."""
+    """Claims 'the same feature channels always exhibit outlier activations' (section 2.2), for softmax and Adam."""
     pairs = [(Metric(f"{of}_{overlap}")[_VANILLA], Metric(f"{of}_{overlap}")[_CURED]) for of in _SETS]
     shared, cured = largest(*(v for v, _ in pairs)), largest(*(c for _, c in pairs))
     return Claim(
@@ -419,14 +419,14 @@ def _same_channels(overlap: str, what: str) -> Claim:
 
 
 def _four_maps(of: str, caption: str, **look: Any) -> Callable[[Results], list[Picture]]:
-    """Returns a picture of each model: maps of one held-out sequence, mean over layers and three single layers."""
+    """Returns a picture for each model: maps of one held-out sequence, mean over layers and three single layers."""
     titles = ("mean over layers", "first layer", "a quarter of the layers", "three quarters of the layers")
 
     def draw(results: Results) -> list[Picture]:
         drawn = []
         for result in results.finished:
             panels, ticks = result.arrays("maps")[of], None
-            if of == "hidden":  # in the channels of the largest values
+            if of == "hidden":  # only the channels with the largest values
                 shown = np.sort(np.argsort(-panels[0].max(axis=0), kind="stable")[:16])
                 panels, ticks = panels[:, :, shown], [str(channel) for channel in shown]
             figure = maps(dict(zip(titles, panels, strict=True)), x_ticks=ticks, **look)

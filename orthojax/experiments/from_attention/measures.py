@@ -23,7 +23,7 @@ from orthojax.model import LoadedModel, Taps
 from orthojax.ops.statistics import at_least_float32, kurtosis
 from orthojax.train import Inputs, read_metrics
 
-KEYS = 10  # the paper's, that the relaxed mask of Figure 2 lets see each other
+KEYS = 10  # as in the paper; the relaxed mask of Figure 2 lets them see each other
 SPIKE_NATS = 1.0
 
 
@@ -43,7 +43,7 @@ def attention_fraction_by_key(weights: ArrayLike, keys: int, first_query: int) -
     """Returns the share of queries that attend most to each of the first keys: [B, N, k] float32.
 
     A key counts only if its weight is above 0 and strictly the largest of all S keys, as in
-    `analysis.first_attention_fraction`. Arguments are those of `attention_mass_by_key`.
+    `analysis.first_attention_fraction`. Arguments are as for `attention_mass_by_key`.
     """
     weights = jnp.asarray(weights)[:, :, first_query:]
     largest = jnp.max(weights, axis=-1, keepdims=True)
@@ -55,8 +55,8 @@ def attention_fraction_by_key(weights: ArrayLike, keys: int, first_query: int) -
 def uniformity_p_value(counts: Sequence[int]) -> float:
     """Tests whether winners were drawn uniformly: the exact multinomial test by Pearson's statistic.
 
-    With n draws and the counts c of k categories of equal probability it is P(X >= x) with X = sum_j c_j^2, which
-    orders outcomes as chi-square does; exact, since n is the number of seeds. Without draws it is 1.
+    With n draws and the counts c of k equally probable categories, the p-value is P(X >= x) with X = sum_j c_j^2, which
+    orders outcomes as chi-square does; it is exact, since n is the number of seeds. Without draws it is 1.
 
     >>> uniformity_p_value([0, 5, 0, 0])  # five of five, of four: 4 / 4^5
     0.00390625
@@ -82,13 +82,13 @@ def _observe_first_keys(taps: Taps, targets: jax.Array) -> dict[str, jax.Array]:
 
 
 def _loss_sum(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Sums nats over the positions whose targets the relaxed mask does not show, of either model."""
+    """Sums nats over the positions whose targets the relaxed mask does not show, for either model."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.sum(losses[:, KEYS - 1 :])
 
 
 def _join(a: Any, b: Any) -> Any:
-    """Adds two batches' sums, and joins what is by sequence."""
+    """Adds two batches' sums, and joins values by sequence."""
     if not isinstance(a, dict):
         return a + b
     return {key: np.concatenate([a[key], b[key]], axis=1) if key == "by_sequence" else a[key] + b[key] for key in a}
@@ -114,7 +114,7 @@ def _measure_first_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measur
         "others_mass": float(np.delete(mass, winner).mean()),
         "winner_of_heads": float(np.mean(by_head.argmax(-1) == winner)),
         "winner_of_sequences": float(np.mean(by_sequence.argmax(-1) == winner)),
-        # In whatever position: high if each sequence has a winner of its own.
+        # At any position: high if each sequence has its own winner.
         "largest_mass_of_sequence": float(by_sequence.max(-1).mean()),
     }
     return Measured(metrics, {"mass": mass, "map": shown.mean(0)})
@@ -130,7 +130,7 @@ def in_singular_basis(x: ArrayLike) -> np.ndarray:
     """Returns X V for every sequence, with V [D, D] the right singular vectors of its X [T, D]; on the host.
 
     It is the paper's measure of how large an orthogonal change of basis could make the kurtosis: V gathers the energy
-    of a sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0;
+    of a sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0, but
     they count. The signs of singular vectors are arbitrary. The result is float64, the largest singular value first.
     """
     # In NumPy, since several batched decompositions in one program can wait for each other forever on a CPU.
@@ -191,7 +191,7 @@ BASES = Measure("bases", _measure_bases)
 @functools.cache
 def gaussian_kurtosis(tokens: int, d_model: int) -> float:
     """Returns the kurtosis over channels of X V, if X [tokens, d_model] are independent Gaussian values."""
-    xv = in_singular_basis(np.random.default_rng(0).normal(size=(8, tokens, d_model)))  # it hardly varies
+    xv = in_singular_basis(np.random.default_rng(0).normal(size=(8, tokens, d_model)))  # it varies little
     centred = xv - xv.mean(-1, keepdims=True)
     return float(((centred**4).mean(-1) / (centred**2).mean(-1) ** 2).mean())
 
@@ -200,7 +200,7 @@ def gaussian_kurtosis(tokens: int, d_model: int) -> float:
 
 
 def running_mean(losses: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean of the last `window` values up to each, of fewer at the start: [n] -> [n].
+    """Returns the mean of the last `window` values up to each, fewer at the start: [n] -> [n].
 
     >>> running_mean(np.array([1.0, 3.0, 5.0, 7.0]), 2)
     array([1., 2., 4., 6.])
@@ -214,10 +214,10 @@ def stability(log: Sequence[Mapping[str, float]], warmup_steps: int) -> dict[str
     """Measures the stability of a run from the lines of its metrics.jsonl.
 
     Returns:
-      `loss_jump_nats`: the most by which a loss after warm-up is above the running mean of those before it;
-      `loss_spikes`: how many are so by more than `SPIKE_NATS`; `validation_rise_nats`: the most by which the held-out
-      loss rises from one evaluation to the next. The last is left out of a log with fewer than two evaluations, the
-      first of one without steps after warm-up.
+      `loss_jump_nats`: the largest excess of a loss after warm-up over the running mean of earlier losses;
+      `loss_spikes`: the number of excesses above `SPIKE_NATS`; `validation_rise_nats`: the largest rise of the held-out
+      loss from one evaluation to the next. A log with fewer than two evaluations has no `validation_rise_nats`, one
+      without steps after warm-up no `loss_jump_nats`.
     """
     steps = np.array([line["step"] for line in log if "loss_nats" in line])
     losses = np.array([line["loss_nats"] for line in log if "loss_nats" in line])

@@ -1,6 +1,6 @@
 """The models of tables and figures: five sizes x {softmax, softmax-1} x {Adam, OrthoAdam}, and the ablation.
 
-What notes and claims of several tables and figures share is here as well.
+It also has what the notes and claims of several tables and figures share.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from orthojax.model.presets import gpt2, llama2
 
 MODELS = ("gpt2_60m", "gpt2_130m", "gpt2_350m", "gpt2_1_4b", "llama2_130m")
 SCALES = ("tiny", "deep", "small", "paper")
-V, S, O, C = (f"*_{method}" for method in METHODS)  # the variants of `grid` by method, for claims of every model
+V, S, O, C = (f"*_{method}" for method in METHODS)  # the variants of `grid` by method, for claims about every model
 ABOUT = (
     "Below scale paper, models stand in for the paper's by order of width; they are far smaller and trained far "
     "shorter, at scale deep on text with repeated passages. The paper's numbers are of one run each on C4."
@@ -48,12 +48,12 @@ def _shape(model: str, layers: int, d_model: int, heads: int, vocab_size: int, l
 
 
 def _tiny_run(model: str, length: int = 64) -> Config:
-    """Returns softmax and Adam on two CPU cores: about 1M parameters and 500 steps of 16 sequences."""
+    """Returns a run with softmax and Adam on two CPU cores: about 1M parameters and 500 steps of 16 sequences."""
     return Config(
         # Without a scan it compiles slower and runs faster.
         model=_shape(model, 4, _TINY_WIDTHS[model], 4, 2048, length, scan_layers=False),
         optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100, rotation=OUTPUT_AXIS),
-        # Position 0 is the same token in every row, as the dominance of the first token shows it sooner.
+        # Position 0 is the same token in every row, since the dominance of the first token then shows sooner.
         data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=length, bos=True),
         train=TrainConfig(
             steps=500, batch_size=16, eval_every_steps=125, probe_every_steps=0, checkpoint_every_steps=125
@@ -63,14 +63,14 @@ def _tiny_run(model: str, length: int = 64) -> Config:
 
 
 def _deep_run(model: str, length: int = 128) -> Config:
-    """Returns softmax and Adam on two CPU cores in the setting of `LANGUAGE_MODEL`, where every layer matters."""
+    """Returns a run with softmax and Adam on two CPU cores as `LANGUAGE_MODEL`, in which every layer matters."""
     changes = {"data.sequence_length": length, "optim.rotation.axes": "d_model", "train.probe_every_steps": 0}
     shape = _shape(model, 6, _TINY_WIDTHS[model], 4, 2048, length, position="rotary", scan_layers=False)
     return dataclasses.replace(replace(LANGUAGE_MODEL, changes), model=shape)
 
 
 def _small_run(model: str, length: int = 128) -> Config:
-    """Returns softmax and Adam on one GPU: 5M to 60M parameters and 2,000 steps of 64 sequences."""
+    """Returns a run with softmax and Adam on one GPU: 5M to 60M parameters and 2,000 steps of 64 sequences."""
     return Config(
         model=_shape(model, *_SMALL_SIZES[model], 8192, length, dtype="bfloat16"),
         optim=OptimConfig(optimizer="adam", learning_rate=2e-3, warmup_steps=200),
@@ -81,13 +81,13 @@ def _small_run(model: str, length: int = 128) -> Config:
 
 
 def _paper_run(model: str, length: int = 256) -> Config:
-    """Returns softmax and Adam on C4, as the paper has it."""
+    """Returns a run with softmax and Adam on C4, as in the paper."""
     return replace(config(f"paper/{model}"), {"data.sequence_length": length})
 
 
 # Scale -> (one of `MODELS`, tokens of a sequence) -> its run with softmax and Adam.
 RUNS = {"tiny": _tiny_run, "deep": _deep_run, "small": _small_run, "paper": _paper_run}
-# Scale -> how many times the steps of the other optimizers SGD has.
+# Scale -> the steps of SGD as a multiple of the other optimizers' steps.
 SGD_STEPS = {"tiny": 2, "deep": 2, "small": 2, "paper": 8}
 # Scale -> sequence lengths that stand for 256, 512 and 1,024. At deep Table 2's 128 is in the middle: three seeds with
 # 512 would take two CPU cores six hours.
@@ -111,7 +111,7 @@ def grid(scale: str, models: Iterable[str] = MODELS, methods: Iterable[str] = tu
 def retested(
     says: str, holds: Expr, given: Expr | None, why: str, first_given: Expr | None = None, **more: Any
 ) -> Claim:
-    """Returns a claim whose criterion was kept when it was revised after the data, but not when it is testable."""
+    """Returns a claim for which the data led to a revision of when it is testable, but not of its criterion."""
     return Claim(says, holds, given, revised=(why, Claim("", holds, first_given, **more)), **more)
 
 
@@ -135,8 +135,8 @@ ABLATION: dict[str, dict[str, Any]] = {
     "orthoadam_rmsnorm_learned_softmax1": _RMSNORM | METHODS["cured"],
     "orthoadam_layernorm_learned_softmax1": _LAYERNORM | METHODS["cured"],
 }
-# Scale -> peak learning rates that are not Adam's, of RMSProp, SGD with momentum and SGD. The paper has 0.2 for SGD,
-# and does not say for RMSProp.
+# Scale -> peak learning rates that differ from Adam's, of RMSProp, SGD with momentum and SGD. The paper has 0.2 for
+# SGD, and none for RMSProp.
 _RATES = {"tiny": (1.5e-3, 0.2, 2.0), "deep": (1e-3, 0.2, 2.0), "small": (1e-3, 0.2, 2.0), "paper": (1e-3, 0.2, 0.2)}
 
 

@@ -15,7 +15,7 @@ def _table(metrics: str, rows: Mapping[str, Sequence[float]]) -> Table:
 _INT8 = "perplexity_int8_coarse perplexity_int8_moderate perplexity_int8_fine"
 _INT4 = "perplexity_int4_zeropoint"
 
-# Pretrained models, and two cured ones, whose numbers are those of Table 3 with a digit less. Of the last the
+# Pretrained models, and two cured ones, whose numbers are those of Table 3 with one digit fewer. The last one's
 # difference is 0.3 here and in the abstract, 0.2 in Table 3: from rounded and from unrounded columns.
 TABLE_1 = _table(
     f"perplexity {_INT4}",
@@ -53,7 +53,7 @@ TABLE_2 = _table(
     },
 )
 
-# Its column of unquantised perplexity has a digit more than that of Table 2, so it stands in its place.
+# Its column of unquantised perplexity has one digit more than Table 2's, so it is used instead.
 TABLE_3 = _table(
     f"perplexity {_INT8} {_INT4}",
     {
@@ -70,8 +70,8 @@ TABLE_3 = _table(
     },
 )
 
-# Training steps a second and GB of GPU memory, on how many GPUs it does not say; the memory of the larger ones is more
-# than the 32 GB of the V100s that it names.
+# Training steps per second and GB of GPU memory, for an unknown number of GPUs; the larger models take more memory than
+# the 32 GB of the V100s that it names.
 TABLE_4 = _table(
     "steps_per_second memory_gb",
     {
@@ -108,9 +108,9 @@ TABLE_5 = _table(
     },
 )
 
-# Its rows of 256 tokens are those of Table 3. Two misprints are corrected: the cured 60M rows of 256 and 512 tokens
-# stand in each other's place, and the cured 130M one of 1,024 tokens has 23.87 for its unquantised perplexity, from
-# which its other columns differ by what they would from 22.87.
+# Its rows of 256 tokens are those of Table 3. Two misprints are corrected: the cured 60M rows of 256 and 512 tokens are
+# swapped, and the cured 130M row of 1,024 tokens has 23.87 for its unquantised perplexity, although the differences in
+# its other columns are from 22.87.
 TABLE_6 = _table(
     f"perplexity {_INT8}",
     {
@@ -125,7 +125,7 @@ TABLE_6 = _table(
     },
 )
 
-# A base model and the same one fine-tuned on instructions.
+# A base model, and the same model fine-tuned on instructions.
 TABLE_7 = _table(
     "first_attention_fraction first_attention_mass kurtosis_first kurtosis_pooled",
     {
@@ -134,7 +134,7 @@ TABLE_7 = _table(
     },
 )
 
-# Width and largest activation, which is that of Table 2's first token, rounded.
+# Width and largest activation, which is Table 2's for the first token, rounded.
 _WIDTHS = {"gpt2_60m": 512, "gpt2_130m": 768, "gpt2_350m": 1024, "gpt2_1_4b": 2048, "llama2_130m": 768}
 TABLE_8 = {
     f"{model}_vanilla": {"model.d_model": width, "max_abs_first": round(TABLE_2[f"{model}_vanilla"]["max_abs_first"])}
@@ -164,7 +164,7 @@ TABLE_9 = _table(
         "llama2_130m_cured": (0.560, 0.975),
     },
 )
-# The same of public models.
+# The same correlations for public models.
 TABLE_9_PUBLIC = _table(
     _CORRELATIONS,
     {

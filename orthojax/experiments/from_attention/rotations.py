@@ -57,7 +57,7 @@ def spike_kurtosis(alpha: float, size: int, *, as_printed: bool = False) -> floa
       \kappa = \frac{3 + \frac{\alpha^4}{D} + \frac{6 \alpha^2}{D} - \frac{4 \alpha^4}{D^2} - \frac{6 \alpha^2}{D^2}
       + \frac{6 \alpha^4}{D^3} - \frac{3 \alpha^4}{D^4}}{\left(1 + \frac{\alpha^2}{D} (1 - \frac1D) \right)^2}
 
-    `as_printed` is with the paper's :math:`6 \alpha^2 / D^3` in place of :math:`6 \alpha^2 / D^2`; a slip, since
+    `as_printed` uses the paper's :math:`6 \alpha^2 / D^3` in place of :math:`6 \alpha^2 / D^2`; a slip, since
     neither the line above it nor its own substitution below has it.
 
     >>> spike_kurtosis(4.0, 4), spike_kurtosis(4.0, 4, as_printed=True)
@@ -77,7 +77,7 @@ def simplified_kurtosis(size: int) -> float:
 def direction_kurtosis(size: int) -> float:
     """Returns the mean kurtosis of D Gaussian values, 3 (D - 1) / (D + 1), hence of any vector in a Haar random basis.
 
-    Kurtosis knows no length, and the direction of a Haar rotated vector is that of a Gaussian one, whatever it was.
+    Kurtosis does not depend on length, and a Haar rotated vector has the direction of a Gaussian one, whatever it was.
     """
     return 3 * (size - 1) / (size + 1)
 
@@ -144,7 +144,7 @@ def spiked_vectors(alpha: float, size: int, count: int, seed: int) -> tuple[np.n
 def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int) -> np.ndarray:
     """Returns Q x for every row.
 
-    `aligned` is the Q of the paper, for every row its own: the reflection that takes e_i to (1, ..., 1) / sqrt(D),
+    `aligned` is the Q of the paper, a different one for every row: the reflection of e_i to (1, ..., 1) / sqrt(D),
     which exists for every D. `haar` and `hadamard` are one matrix for all rows, made as the optimizer makes them.
     Rows are float64 [n, D]; `channels` is i of each, for `aligned`.
     """
@@ -154,7 +154,7 @@ def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: in
         normal = np.eye(x.shape[1])[channels] - 1 / math.sqrt(x.shape[1])
         return x - 2 * normal * np.sum(normal * x, -1, keepdims=True) / np.sum(normal**2, -1, keepdims=True)
     if rotation == "haar":
-        # Not the key of the samples: the matrix is made of Gaussian draws too, and must not depend on the noise.
+        # Not the key of the samples: the matrix is also made from Gaussian draws, and must not depend on the noise.
         return x @ orthogonal.haar((seed, x.shape[1], 1), x.shape[1]).T
     transformation = optim.rotate(optim.Rotation(rotation, lambda path, leaf: optim.RotatedAxes((-1,)), seed))
     rows = {"rows": jnp.asarray(x)}
@@ -242,7 +242,7 @@ def task(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def deviations(trial: Trial, seed: int) -> np.ndarray:
-    r"""Measures how far training in another basis leads elsewhere.
+    r"""Measures how far training in another basis deviates.
 
     The kernel W [in, out] is trained on L(W), and W' = W R^T, which starts as W_0 R^T, on L'(W') = L(W' R), with equal
     batches. The deviation is :math:`\|W'_t R - W_t\| / \|W_t - W_0\|` in the Frobenius norm.
@@ -290,7 +290,7 @@ def layer_deviations(seed: int) -> dict[str, tuple[float, float]]:
     r"""Measures how far layers are from commuting with a random rotation R of all channels.
 
     :math:`\|f'(R x) - R f(x)\| / \|f(x)\|`, where f' is f (the paper's criterion), or f with its parameters
-    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis; by name, both.
+    rotated along (R W R^T, R v), which says whether the layer is of the same kind in every basis; both, by name.
     """
     rng, r = np.random.default_rng([seed, 3]), orthogonal.haar((seed, 4), SIZE)
     x = rng.standard_normal((ROWS, SIZE))

@@ -80,7 +80,7 @@ def loses_less(setting: str, says: str) -> Claim:
 
 
 def quantisation_tables(*settings: str) -> tuple[Columns, ...]:
-    """Returns tables of perplexities at settings, and of what these cost in points and in percent."""
+    """Returns tables of perplexities at settings, and of their costs in points and in percent."""
     return (
         Columns("Perplexity", ["perplexity", *(f"perplexity_{setting}" for setting in settings)]),
         Columns("Difference from full precision, in points", [points(setting) for setting in settings]),
@@ -92,7 +92,7 @@ def _is_cured(result: Result) -> bool:
     return result.config.model.normalizer == "softmax1" and result.config.optim.is_rotated
 
 
-# The one model with outliers of which the paper itself says that it stays usable: 17.39 to 21.5.
+# The one model with outliers that the paper itself calls usable: 17.39 to 21.5.
 _USABLE = "llama2_130m_vanilla"
 _OF_MEANS = Metric(f"perplexity_{INT4}")["*"] / PPL["*"] - 1
 _MOST_LOST = largest_of_all(lambda of: of[f"perplexity_{INT4}"] / of["perplexity"] - 1, lambda of: not _is_cured(of),
@@ -292,7 +292,7 @@ TABLE4 = Study(
                  Metric("cost_optimizer_state_bytes", show=byte_count), _STATE_RATIO]),
     ],
     claims=[
-        # Little is what the paper's own worst rows are: 7.5 steps a second against 6.0, and 65.0 GB against 61.9.
+        # 'Little' is taken from the paper's own worst rows: 7.5 steps a second against 6.0, and 65.0 GB against 61.9.
         Claim("Softmax-1 with OrthoAdam takes little more time.", _STEP_RATIO[C] <= 1.25),
         Claim("It takes little more memory, since a Hadamard rotation stores no matrix, where the paper stores a dense "
               "one for every parameter.", _PROGRAM_RATIO[C] <= 1.05),
@@ -324,7 +324,7 @@ def _fewer_outliers(adam: Result, other: Result) -> bool:
 
 
 _ADAM_HAS_OUTLIERS = POOLED[ADAM] > OUTLIERS
-_OTHER = "*_rmsnorm_single_learned_softmax1"  # an optimizer, with all else as Adam
+_OTHER = "*_rmsnorm_single_learned_softmax1"  # an optimizer, with all else as for Adam
 _ATTENTION = [
     Claim("Without positions the first token dominates less, but still (3.1: argmax 33% → 20%, mass 17% → 10%; its 33% "
           "is the row with biases). Both rows without biases.",
@@ -411,7 +411,7 @@ def _by_length(scale: str) -> dict[str, Config]:
 
 
 def _paper_by_length(scale: str) -> dict[str, Mapping[str, float]]:
-    """Returns Table 6, and of 256 tokens Table 3, by the lengths that stand for the paper's."""
+    """Returns Table 6, with Table 3 for 256 tokens, by the lengths that stand for the paper's."""
     printed = paper.TABLE_6 | {name.replace("m_", "m_256_"): row for name, row in paper.TABLE_3.items()}
     return {ours: printed[theirs] for ours, theirs in zip(_by_length(scale), _by_length("paper"), strict=True)}
 
@@ -434,7 +434,7 @@ TABLE6 = Study(
     paper=_paper_by_length,
     tables=quantisation_tables(*INT8, PER_TOKEN),
     claims=[
-        # Vanilla is asked for because the longer rows of a step are more tokens.
+        # Vanilla is required because longer rows give a step more tokens.
         retested("Longer sequences cost a cured model nothing (appendix C: +1.3% and +0.4%).",
                  PPL["*_longest_cured"] <= 1.02 * PPL["*_shortest_cured"],
                  PPL["*_longest_vanilla"] >= 0.98 * PPL["*_shortest_vanilla"],
@@ -447,7 +447,7 @@ TABLE6 = Study(
     pictures=[_AT_COARSE],
 )  # fmt: skip
 
-# A base model and the same one fine-tuned: aliases of models that are given two by two.
+# A base model and its fine-tuned version: aliases of models that are given in pairs.
 BASE, TUNED = "* before", "* after"
 _PRINTED = "first_attention_fraction first_attention_mass kurtosis_first kurtosis_pooled"
 
@@ -464,7 +464,7 @@ def _other_text(base: DataConfig, tuned: DataConfig) -> set[str]:
 
 
 def on_the_text_of_its_base(models: Mapping[str, Given]) -> dict[str, Given]:
-    """Returns models two by two, the second one measured on the rows of the first: else model and text both change."""
+    """Returns models in pairs, the second measured on the rows of the first: else model and text both change."""
     measured, names = dict(models), list(models)
     for base, tuned in zip(names[::2], names[1::2], strict=False):
         of, on = models[tuned], models[base].config
@@ -537,7 +537,7 @@ TABLE8 = Study(
 
 
 def _correlation(part: str) -> Callable[[Numbers], float]:
-    """Returns what correlates kurtosis and norm ratio over the layers of one seed; nan for one layer."""
+    """Returns the function that correlates kurtosis and norm ratio over the layers of one seed; nan for one layer."""
 
     def of(numbers: Numbers) -> float:
         if f"correlation_{part}" in numbers:  # printed

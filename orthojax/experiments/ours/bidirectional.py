@@ -1,4 +1,4 @@
-"""Sinks and outliers where tokens see later ones: masked tokens with full attention, and a prefix LM with cut spans."""
+"""Sinks and outliers if tokens see later ones: masked tokens with full attention, and a prefix LM with cut spans."""
 
 from typing import Any
 
@@ -33,17 +33,17 @@ from orthojax.ops.statistics import kurtosis
 from orthojax.train import Inputs
 from orthojax.train.step import split_tokens
 
-_ROWS_WITH_ID = 0.05  # ids that are rarer, by occurrences for each row, are not looked at
+_ROWS_WITH_ID = 0.05  # ids with fewer occurrences per row are ignored
 
 
 def observe_keys(taps: Taps, tokens: jax.Array, by_id: jax.Array) -> dict[str, jax.Array]:
-    r"""Sums over sequences what keys get in one layer, and what they would get as their share.
+    r"""Sums over sequences the attention that keys get in one layer, and their share.
 
     With weights A, mean over heads, key k gets :math:`\sum_q A_{qk}`; its share is :math:`\sum_q 1 / n_q` over the
     queries q that see it, each of which sees :math:`n_q` keys.
 
     Args:
-      taps: What the block shows.
+      taps: Taps of the block.
       tokens: int [B, T].
       by_id: Zeros [V].
 
@@ -65,7 +65,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures which key gets most attention over its share, and which token id has outliers, means over layers.
+    """Measures which key gets most attention relative to its share, and which token id has outliers, means over layers.
 
     Returns:
       `first_over_share`; `position_over_share` of the position with the largest, which is `position_of_largest`;
@@ -121,7 +121,7 @@ def _runs(scale: str) -> dict[str, Config]:
     }
 
 
-_TIMES = 5  # a key with so many times its share is called a sink
+_TIMES = 5  # a key with this many times its share is called a sink
 SINK = Metric(
     "largest attention to a key over its share", lambda of: max(of["position_over_share"], of["id_over_share"])
 )

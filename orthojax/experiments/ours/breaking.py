@@ -4,10 +4,10 @@ Over the models of results/ the loss at int8 coarse follows how far the norm of 
 above the others' (the peak) and how well the model has learned, not kurtosis. Two clocks of the peak are compared:
 
 (a) The sum of learning rates. Adam turns a gradient of constant direction into steps of constant size
-    (Active-Dormant Attention Heads, arXiv 2410.13835), so that the peak would grow with the sum of rates alone.
+    (Active-Dormant Attention Heads, arXiv 2410.13835), so the peak would grow only with the sum of rates.
 (b) Tokens. The gradient of the first token's state has a mean g and, from row to row, a covariance S. With B rows its
     signal-to-noise ratio is s = |g| sqrt(B / tr S), and Adam's step has the share s / sqrt(1 + s^2) in a constant
-    direction. Where everything else walks at random, n steps of rate r and decoupled decay w add up to
+    direction. If everything else walks at random, n steps of rate r and decoupled decay w add up to
 
         drift = r s / sqrt(1 + s^2) D(n),  walk = r sqrt(W(n)),
         D(n) = (1 - (1 - r w)^n) / (r w),  W(n) = (1 - (1 - r w)^(2 n)) / (1 - (1 - r w)^2)
@@ -64,7 +64,7 @@ from orthojax.train.step import loss_sum_nats, split_tokens
 def signal_to_noise(gradients: jax.Array) -> jax.Array:
     """Computes |E g| / sqrt(tr Cov g) of rows of gradients, [K, L, D] -> [L]; K independent rows of one distribution.
 
-    The square of the mean's norm is unbiased: tr Cov / K is subtracted. What is then negative counts as 0.
+    The square of the mean's norm is unbiased: tr Cov / K is subtracted. Negative results count as 0.
     """
     noise = jnp.sum(jnp.var(gradients, axis=0, ddof=1), axis=-1)
     signal = jnp.sum(jnp.square(jnp.mean(gradients, axis=0)), axis=-1) - noise / len(gradients)
@@ -77,11 +77,11 @@ def _norms(taps: analysis.Taps) -> tuple[jax.Array, jax.Array]:
 
 
 def peaks(config: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Measures the peak, the gradient that makes it and what rounding costs, on int [K, T + 1] tokens.
+    """Measures the peak, the gradient that makes it and the cost of rounding, on int [K, T + 1] tokens.
 
     Returns:
       `peak` [L]: the norm of the first token's residual state over the mean norm of the others, after each block;
-      `gradient_snr` [L]: of one row, see `signal_to_noise`; nan after the last block, to which nothing attends;
+      `gradient_snr` [L]: for one row, see `signal_to_noise`; nan after the last block, to which nothing attends;
       `loss_nats` and `loss_nats_int8_coarse`.
     """
     model = Transformer(config)
@@ -113,7 +113,7 @@ def drift_over_walk(snr: float, rate: float, decay: float, steps: float) -> floa
       snr: Signal-to-noise ratio of the gradient of a batch.
       rate: Learning rate, constant.
       decay: Decoupled weight decay, multiplied by the rate.
-      steps: How many.
+      steps: Number of steps.
 
     >>> round(drift_over_walk(snr=0.1, rate=1e-3, decay=0.0, steps=10_000), 2)
     9.95
@@ -131,19 +131,19 @@ def _of_text(numbers: Any) -> bool:
 
 
 def _by_step(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Reads the probes of a run with `peak_probe`, and computes both clocks at each, with the rate as constant.
+    """Reads the probes of a run with `peak_probe`, and computes both clocks at each, with a constant rate.
 
     Returns:
-      `NAME/step_N` of `peak`, the largest over blocks; `gradient_snr` of a batch, the mean so far, after the block of
-      the largest peak but the last, which nothing attends to;
-      `sum_of_rates`, `drift_over_walk`, `probe_perplexity` and `probe_lost_int8_coarse`. Without `/step_N` the last.
+      `NAME/step_N` of `peak`, the largest over blocks; `gradient_snr` of a batch, the mean so far, after the block with
+      the largest peak, except the last block, which nothing attends to;
+      `sum_of_rates`, `drift_over_walk`, `probe_perplexity` and `probe_lost_int8_coarse`. `NAME` is the last one.
     """
     config, folder = loaded.config, loaded.source.parents[1] / "probes"
     optim, rows, found, snr = config.optim, config.train.batch_size, {}, []
     for step in sorted(config.train.probe_steps):
         with np.load(probe_file(folder, step)) as arrays:
             of = dict(arrays)
-        read = int(np.argmax(of["peak"][:-1]))  # by later attention, so that there is a gradient
+        read = int(np.argmax(of["peak"][:-1]))  # later attention reads it, so that there is a gradient
         snr.append(float(of["gradient_snr"][read]) * rows**0.5)
         lost = float(np.expm1(of["loss_nats_int8_coarse"] - of["loss_nats"]))
         found |= {
@@ -240,7 +240,7 @@ WHAT_BREAKS = Study(
     name="what_breaks",
     title="What makes the first token's residual norm stand out: the sum of rates, or tokens",
     runs=_runs,
-    seeds=(101, 102),  # of no comparison
+    seeds=(101, 102),  # used in no comparison
     measures=(PEAKS,),
     rounding=False,  # the probes measure int8 coarse
     note=_correlations,

@@ -1,4 +1,4 @@
-"""First-token dominance on two cores: text whose passages come back, ordinary text, and what removes the dominance."""
+"""First-token dominance on two cores: text with repeated passages, ordinary text, and what removes the dominance."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def _dominates(cases: Sequence[str] | None = None) -> Claim:
 
 
 def _by_method(cases: Sequence[str] | None = None) -> list[Claim]:
-    """Returns what each method does to dominance, drains, outliers, perplexity and damage, in every case."""
+    """Returns claims on what each method does to dominance, drains, outliers, perplexity and damage, in every case."""
     V, S, O, C = "vanilla_*", "softmax1_*", "orthoadam_*", "cured_*"
     drained = DRAIN[V] < _DRAINED
     return [
@@ -98,7 +98,7 @@ REPEATED_PASSAGES = Study(
 
 
 def _setting(length: int, bos: bool, steps: int, methods: Sequence[str]) -> dict[str, Config]:
-    """Returns runs that differ from the main job in row length, <s> and steps; a batch has as many tokens in each."""
+    """Returns runs that differ from the main job in row length, <s> and steps; all batches have equally many tokens."""
     changes = {
         "model.max_length": length,
         "data.sequence_length": length,

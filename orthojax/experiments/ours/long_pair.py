@@ -1,7 +1,7 @@
 """A vanilla and a cured model, as large as two CPU cores train in 90 minutes or overnight, or one GPU in minutes.
 
-How outliers, attention to the first token and damage by rounding grow with the tokens. Scale `small` is GPT-2 of 60M
-parameters with <s> on the sources of Python packages; configs/python_packages.py says how to prepare them.
+It shows how outliers, attention to the first token and damage by rounding grow with the tokens. Scale `small` is GPT-2
+of 60M parameters with <s> on the sources of Python packages; configs/python_packages.py says how to prepare them.
 """
 
 from orthojax import quant
@@ -26,7 +26,7 @@ from orthojax.train import Inputs, evaluate, load
 from orthojax.train.checkpoint import steps_in
 
 SETTINGS = {name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4")}
-# Training steps, of which every tenth part leaves a checkpoint: on two cores 90 minutes for the pair, and five hours.
+# Training steps, with a checkpoint after every tenth part: on two cores 90 minutes for the pair, and five hours.
 _STEPS = {"tiny": 4_000, "overnight": 12_000}
 
 

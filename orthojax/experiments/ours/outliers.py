@@ -1,4 +1,4 @@
-"""Which optimizers and rotations make or remove outliers, at which cost of perplexity."""
+"""Which optimizers and rotations make or remove outliers, and at what cost in perplexity."""
 
 import itertools
 import math
@@ -175,7 +175,7 @@ ADAM_BETAS = Study(
     ],
 )  # fmt: skip
 
-# Ordinary text: a perplexity on repeated passages would be mostly one of copies.
+# Ordinary text: perplexity on repeated passages would mostly measure copying.
 _TUNED_BASE = replace(LANGUAGE_MODEL, {"data.repeated_share": 0.0, "train.eval_every_steps": 500})
 _TUNED_CHANGES: dict[str, Mapping[str, Any]] = {
     "vanilla": METHODS["vanilla"],
@@ -186,7 +186,7 @@ _TUNED_CHANGES: dict[str, Mapping[str, Any]] = {
     "lion": {"optim.optimizer": "lion", "optim.b2": 0.99},
     "sgd": {"optim.optimizer": "sgd", "optim.momentum": 0.9},
 }
-# Method -> five peak learning rates, each twice the one before; rate and warm-up, a fraction of the steps, that won.
+# Method -> five peak learning rates, each twice the previous; the rate and warm-up, a fraction of the steps, that won.
 _RATES = {
     **{name: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2) for name in ("vanilla", "cured", "soap")},
     "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
@@ -222,7 +222,7 @@ TUNING = Study(
     runs=lambda scale: {
         name: _tuned(method, rate, warmup, 500) for method in _RATES for name, rate, warmup in _tried(method)
     },
-    seeds=(100,),  # of no comparison
+    seeds=(100,),  # used in no comparison
     note="Ten runs of 500 steps for each method; names are method, peak rate, and warm-up as a fraction of the steps. "
     "The lowest perplexity chooses both for comparisons on other seeds.",
     columns="perplexity",

@@ -39,14 +39,14 @@ from orthojax.train.step import split_tokens
 
 FORMATS = (COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
 _ROTATED = (COARSE, "w4a4", "mxfp4", "nvfp4")  # after training
-_ROWS = 64  # of the propagated error
+_ROWS = 64  # for the propagated error
 
 
 def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures perplexity at each format, also after a rotation, and what is said to predict it.
+    """Measures perplexity at each format, also after a rotation, and published predictors of it.
 
     Returns:
-      `perplexity_FORMAT` and `perplexity_FORMAT_rotated`, a learned projection of the embeddings folded first;
+      `perplexity_FORMAT` and `perplexity_FORMAT_rotated`, with a learned projection of the embeddings folded first;
       `last_state_error_FORMAT`, and the metrics of `analysis.observe_predictors`.
     """
     model, params = loaded.config.model, loaded.params
@@ -79,7 +79,7 @@ _MUON: dict[str, Any] = {"optim.optimizer": "muon", "optim.momentum": 0.95}
 _MUON_ORTHOADAM = _MUON | {"optim.muon_embeddings": "orthoadam"}
 _SOAP = {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95}
 
-# Optimizer -> what it changes, and three rates of its search, each twice the one before.
+# Optimizer -> what it changes, and three rates of its search, each twice the previous one.
 _OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "adam": ({}, (1.5e-3, 3e-3, 6e-3)),
     "orthoadam": ({"optim.optimizer": "orthoadam"}, (1.5e-3, 3e-3, 6e-3)),
@@ -90,7 +90,7 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
 
 
 def _with_rate(changes: Mapping[str, Any], rate: float, steps: int = _BASE.train.steps) -> Config:
-    """Returns a run at a rate, with the product of rate and weight decay of the base, so that all forget as fast."""
+    """Returns a run at a rate, with the base's product of rate and weight decay, so that all forget equally fast."""
     optim = _BASE.optim
     decay = optim.weight_decay * optim.learning_rate / rate
     more = {"optim.learning_rate": rate, "optim.weight_decay": decay, "train.steps": steps}
@@ -105,16 +105,16 @@ TUNING = Study(
         for name, (changes, rates) in _OPTIMIZERS.items()
         for rate in rates
     },
-    seeds=(100,),  # of no comparison
+    seeds=(100,),  # used in no comparison
     rounding=False,
     note="1,000 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
     "also of the same optimizer with other architectures. `muon_orthoadam` is Muon with OrthoAdam on the embeddings.",
     columns=["perplexity", WORST],
 )
 
-# What each optimizer's search chose; of Muon it is the largest rate that was tried, 2% below the one before.
+# What each optimizer's search chose; for Muon the largest rate that was tried, 2% below the one before.
 _TUNED = {"adam": 3e-3, "orthoadam": 3e-3, "muon": 1.2e-2, "muon_orthoadam": 6e-3, "soap": 6e-3}
-# Recipe -> its optimizer, and what it changes besides: those that one would choose, then parts and relatives of them.
+# Recipe -> its optimizer, and its other changes: those that one would choose, then parts and variants of them.
 _Recipes = Mapping[str, tuple[str, Mapping[str, Any]]]
 _OSP = {"model.embedding_projection": True}
 _RECIPES: _Recipes = {
@@ -299,7 +299,7 @@ _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0
 
 
 def _cached(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures perplexity with keys and values of few bits, with and without those of the first token in float."""
+    """Measures perplexity with keys and values of few bits, with and without the first token's in float."""
     found = {}
     for name, (bits, first) in _CACHES.items():
         model = quant.rounded_cache(loaded.model, bits, first)
@@ -311,7 +311,7 @@ def _cached(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 
 def _gained(variant: str, bits: int) -> Any:
-    """Returns what the first token in float saves of the loss to a cache of these bits."""
+    """Returns how much of the loss to a cache of `bits` bits is saved by keeping the first token in float."""
     return lost(f"kv{bits}")[variant] - lost(f"kv{bits}_float_first")[variant]
 
 
@@ -339,7 +339,7 @@ KV_CACHE = Study(
                    [lost(name) for name in _CACHES], y_label="%", scale=100)],
 )  # fmt: skip
 
-# 4,000 over the step times, in Adam's, of the first seed of `preventions` on two CPU cores: 1.56, 1.56, 1.62 and 1.09.
+# 4,000 over the step times, relative to Adam's, of `preventions`' first seed on two cores: 1.56, 1.56, 1.62 and 1.09.
 _STEPS = {"muon": 2560, "muon_orthoadam": 2560, "osp": 2470, "adam_gate": 3690}
 EQUAL_TIME = Study(
     name="preventions_time",

@@ -39,7 +39,7 @@ def _four_bits(config: ModelConfig, params: Any) -> _Rounded:
 
 
 def _others(config: ModelConfig, params: Any, calibration: quant.Calibration) -> _Rounded:
-    """Yields what neither `evaluate` nor `_four_bits` has."""
+    """Yields what neither `evaluate` nor `_four_bits` covers."""
     for name, setting in quant.SETTINGS.items():
         yield f"{name}_with_head", quant.rounded_model(config, setting, "", linear_head=True), params
     for name, setting in _STATIC.items():
@@ -53,14 +53,14 @@ def _perplexities(loaded: LoadedModel, inputs: Inputs, models: _Rounded, say: Sa
     found = {}
     for name, model, params in models:
         loss = validation_loss_nats(loaded.config, params, inputs, model=model)
-        # What overflows gives no number: a model that predicts nothing, beyond the range of a float.
+        # Overflow gives nan: a model that predicts nothing, with a loss beyond the range of a float.
         found[f"perplexity_{name}"] = perplexity(math.inf if math.isnan(loss) else loss)
         say(name)
     return found
 
 
 def _unrolled(loaded: LoadedModel) -> tuple[ModelConfig, Any]:
-    """Returns config and parameters with linear layers of its own in each layer."""
+    """Returns config and parameters with separate linear layers in each layer."""
     params = loaded.params if not loaded.config.model.scan_layers else unstack_layers(loaded.params)
     return dataclasses.replace(loaded.config.model, scan_layers=False), params
 

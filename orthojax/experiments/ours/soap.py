@@ -1,4 +1,4 @@
-"""SOAP: Adam in a basis that is learned from the gradients, where OrthoAdam's is drawn; to be compared with it.
+"""SOAP: Adam in a basis that is learned from the gradients, for comparison with OrthoAdam, whose basis is drawn.
 
 No release of optax has it yet. A run names it as `optim.optimizer=orthojax.experiments.ours.soap:soap`.
 """
@@ -71,7 +71,7 @@ def scale_by_soap(
       b1: Decay of the first moment.
       b2: Decay of the second moment, and of L and R.
       eps: Added to the root of the second moment.
-      axes: Which axes of a parameter have a basis, single axes behind the stacked ones; None leaves it to Adam.
+      axes: Which axes of a parameter have a basis, single axes behind the stacked ones; None for plain Adam.
       precondition_frequency: Updates between two improvements of the basis.
 
     Returns:
@@ -83,7 +83,7 @@ def scale_by_soap(
     """
 
     def plans(tree: Any) -> dict[str, tuple[jax.Array, list[int], int]]:
-        """Each parameter with a basis, by path: the leaf, the axes, and how many leading axes are stacked."""
+        """Returns each parameter with a basis, by path: the leaf, the axes, and the number of stacked leading axes."""
         found = {}
         for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
             path = leaf_path(keys)
@@ -109,7 +109,7 @@ def scale_by_soap(
         return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
     def init_fn(params: optax.Params) -> SoapState:
-        # Of a tree without leaves an array, not an empty dict: optax.tree.map_params must see a non-parameter.
+        # For a tree without leaves an array, not an empty dict: optax.tree.map_params must see a non-parameter.
         gram: Any = jax.tree.map(jnp.zeros_like, grams(params)) if jax.tree.leaves(params) else jnp.zeros((1, 1))
         basis = jax.tree.map(lambda g: jnp.broadcast_to(jnp.eye(g.shape[-1], dtype=g.dtype), g.shape), gram)
         zeros = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
@@ -177,7 +177,7 @@ def _improved(gram: Bases, basis: Bases) -> Bases:
 def _of_each_size(fn: Callable[[jax.Array, jax.Array], jax.Array], gram: Bases, basis: Bases) -> Bases:
     """Applies `fn` to every matrix [n, n], in one loop for each size: a program for each would take long to compile.
 
-    One by one: on a CPU, batched factorizations that run at the same time wait for each other's threads, forever.
+    One by one, because on a CPU concurrent batched factorizations wait for each other's threads forever.
     """
     leaves, treedef = jax.tree.flatten(basis)
     by_size: dict[int, list[int]] = {}

@@ -31,14 +31,14 @@ from orthojax.model.generation import stream_loss_nats
 from orthojax.train import Inputs
 
 _ROWS, _SINKS = 128, 4
-_TIMES = (4, 8)  # the length of training
+_TIMES = (4, 8)  # in units of the training length
 
 
 def _stream(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures perplexities of the T / 2 tokens before 4 T and 8 T over those of the same tokens in a new text.
+    """Measures perplexities of the T / 2 tokens before 4 T and 8 T relative to the same tokens in a new text.
 
-    A new text has the BOS token and the T / 2 - 1 tokens or more before them, as in training. The model sees the latest
-    T tokens (`window`), the first four and the latest (`sinks`), or all (`whole`).
+    A new text has the BOS token and at least the T / 2 - 1 tokens before them, as in training. The model sees the
+    latest T tokens (`window`), the first four and the latest (`sinks`), or all (`whole`).
     """
     T, bos = loaded.config.data.sequence_length, int(inputs.evaluation[0, 0])
     assert inputs.held_out is not None
@@ -128,7 +128,7 @@ STREAMING = Study(
               all_of(_log("whole", times, of) < _log("whole", times, "softmax") / 2
                      for times in _TIMES for of in ("softmax1", "cured")),
               dominated("softmax") & (smallest(*(_log("whole", times, "softmax") for times in _TIMES)) > 0)),
-        # The output axes left outliers here; of these three no run had been seen.
+        # The output axes left outliers here; no run of these three had been seen.
         Claim("(Ours) With the d_model axes rotated OrthoAdam and softmax-1 need none.",
               _needs_no_first_token("d_model"), dominated("softmax")),
         cured_outliers("(Ours) With these axes they leave no outliers.", "d_model", "softmax"),
