@@ -112,7 +112,7 @@ def _steps(loaded: Any, prompt: int) -> int:
         return steps
     if FLAGS.tokens is None and prompt < c.max_length:
         steps = min(steps, c.max_length - prompt)
-    if prompt + steps > trained and not is_pretrained(loaded.source):
+    if trained < prompt + steps <= c.max_length and not is_pretrained(loaded.source):
         avoids = f"--window={trained} avoids them"
         print(f"positions beyond the {trained} tokens of its training are not trained; {avoids}", file=sys.stderr)
     return steps
