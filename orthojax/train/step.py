@@ -208,10 +208,10 @@ def make_pure_step(
             metrics = StepMetrics(
                 loss_sum_nats=total,
                 target_tokens=count,
-                grad_norm=optax.tree.norm(grads),
+                grad_norm=_norm(grads),
                 learning_rate=jnp.asarray(schedule(state.opt_state["learning_rate"].count)),
-                update_norm=optax.tree.norm(updates),
-                param_norm=optax.tree.norm(params),
+                update_norm=_norm(updates),
+                param_norm=_norm(params),
                 activation_penalty=penalty[0] / count if penalty else None,
             )
         return TrainState(state.step + 1, params, opt_state), metrics
@@ -383,3 +383,9 @@ def init_state(config: Config) -> TrainState:
 def make_train_step(config: Config) -> TrainStep:
     """Returns the jitted step of a run, from `jit_train_step`; on a mesh its tokens come from `place_rows`."""
     return build(config).step
+
+
+def _norm(tree: Any) -> jax.Array:
+    """Computes the norm of all leaves; the barrier keeps XLA from adding them up before their sums over devices."""
+    squares = jax.lax.optimization_barrier([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
+    return jnp.sqrt(sum(squares))
