@@ -50,7 +50,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
-            locked = try_lock(file)  # tells other processes that it is not an orphan
+            locked = try_lock(file)  # so that no other process takes it for an orphan
             write(file)
             file.flush()
             os.fsync(file.fileno())  # else a power cut leaves an empty file under the new name
