@@ -23,6 +23,7 @@ from orthojax.experiments.claims import (
     lost,
     no_perplexity_lost,
     outliers,
+    smallest,
     spearman,
     worst,
 )
@@ -293,6 +294,52 @@ SINKS = Study(
         *(no_perplexity_lost(f"Learned sinks cost {name} no perplexity.", f"{name}_sinks", name)
           for name in _SINKS[1:]),
     ],
+)  # fmt: skip
+
+_WITH_SINKS = {"model.normalizer": "learned_sink"}
+
+COSTS = Study(
+    name="preventions_costs",
+    title="Time of a training step of each prevention, in the setting of `preventions`; trains nothing",
+    runs=lambda scale: _runs({**_RECIPES, **{f"{name}_sinks": (name, _WITH_SINKS) for name in _SINKS}}),
+    cost_reference=lambda name: "adam",
+    trains=False,
+    note="Training steps on random tokens, all variants timed in turn on two idle CPU cores; ratios are to Adam's.",
+    columns=["cost_step_ratio cost_step_ratio_lower cost_step_ratio_upper cost_optimizer_state_ratio"],
+    claims=[
+        *(Claim(f"Learned sinks cost {name} at most 2% of a step.",
+                Metric("cost_step_ratio")[f"{name}_sinks"] <= 1.02 * Metric("cost_step_ratio")[name])
+          for name in _SINKS),
+    ],
+)  # fmt: skip
+
+# Every optimizer's rates with learned sinks, each twice the previous one.
+_SINK_RATES = {"adam": (1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2, 2.4e-2),
+               "muon_orthoadam": (3e-3, 6e-3, 1.2e-2, 2.4e-2)}  # fmt: skip
+
+
+def _best_is_inside(name: str) -> Claim:
+    slowest, *inner, fastest = (Metric("perplexity")[f"{name}_sinks_{rate:g}"] for rate in _SINK_RATES[name])
+    holds = (smallest(*inner) < slowest) & (smallest(*inner) < fastest)
+    return Claim(f"The best rate of {name} with learned sinks is inside of its grid.", holds)
+
+
+RATES = Study(
+    name="preventions_rates",
+    title="Learning rates of three optimizers with learned sinks, in the setting of `preventions`",
+    runs=lambda scale: {
+        f"{name}_sinks_{rate:g}": _with_rate({**_OPTIMIZERS[name][0], **_WITH_SINKS}, rate)
+        for name, rates in _SINK_RATES.items()
+        for rate in rates
+    },
+    seeds=(101, 102, 103, 104),  # used in no comparison
+    measures=(ROUNDED,),
+    rounding=False,
+    note="All 4,000 steps; rate times weight decay is the same everywhere. The lowest mean perplexity in float over "
+    "the four seeds chooses an optimizer's rate; the grid grows if that is an edge. Criteria were committed before any "
+    "run.",
+    columns=["perplexity", Metric("perplexity_w4a4"), Metric("perplexity_nvfp4"), lost(COARSE), WORST],
+    claims=[_best_is_inside(name) for name in _SINK_RATES],
 )  # fmt: skip
 
 _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0), "kv3_float_first": (3, 1)}
