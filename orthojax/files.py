@@ -143,6 +143,20 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
+def read_json_lines(path: Path, what: str) -> list[dict[str, Any]]:
+    """Reads the JSON objects of a file with one in each line, but those that a kill or a bad disk corrupted.
+
+    Raises:
+      UserError: If there is no such file; `what` names it.
+    """
+    require_file(path, what)
+    values = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(UserError):
+            values.append(parse_json(line, "line"))
+    return [value for value in values if isinstance(value, dict)]
+
+
 def try_lock(file: IO) -> bool | None:
     """Locks an open file until it is closed or the process ends, however it ends.
 

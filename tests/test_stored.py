@@ -18,11 +18,11 @@ from orthojax.config import Config, to_json
 from orthojax.errors import UserError
 from orthojax.experiments.claims import DRAIN, FRACTION, PPL, Claim
 from orthojax.experiments.measures import Measure
-from orthojax.experiments.pictures import KURTOSIS, ByStep
-from orthojax.experiments.report import print_report, write_report
 from orthojax.experiments.stored import read_with_digest, write_with_digest
 from orthojax.experiments.study import Study, make_report, read_results
-from orthojax.experiments.tables import Paired
+from orthojax.report.page import print_report, write_report
+from orthojax.report.pictures import KURTOSIS, ByStep
+from orthojax.report.tables import Paired
 
 STUDY = Study(
     name="made",
@@ -124,7 +124,7 @@ def _flags_and_figures():
     """Figures are drawn and not rendered, which takes ten times as long as all else."""
     compare.define_flags()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orthojax.experiments.report.svg", lambda figure: b"")
+        patch.setattr("orthojax.report.page.svg", lambda figure: b"")
         yield
     flags.FLAGS.remove_flag_values(["workdir"])
 

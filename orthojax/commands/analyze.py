@@ -218,9 +218,9 @@ def main(_: list[str]) -> None:
 
     from orthojax.commands import card
     from orthojax.commands.any_model import report
-    from orthojax.experiments.report import print_report, write_report
     from orthojax.files import make_folder, write_atomically, write_text
     from orthojax.machine import environment
+    from orthojax.report.page import print_report, write_report
     from orthojax.train import keep_compiled_programs
 
     command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])

@@ -18,12 +18,12 @@ from orthojax.config import Config
 from orthojax.data import embedded_corpus, text_corpus
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
-from orthojax.experiments import figures
-from orthojax.experiments.report import Picture, Report, Table
 from orthojax.files import finite, require_file
 from orthojax.formatting import number, percent, signed
 from orthojax.model import Interventions, LoadedModel
 from orthojax.ops.cross_entropy import cross_entropy_nats
+from orthojax.report import figures
+from orthojax.report.page import Picture, Report, Table
 from orthojax.train import Inputs, evaluate_by_head
 from orthojax.train.evaluation import validation_loss_nats
 

@@ -18,13 +18,13 @@ from orthojax import analysis, quant
 from orthojax.commands.any_model import Measured, knock_out, measure_model
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
-from orthojax.experiments import figures
-from orthojax.experiments.report import Picture, Table
 from orthojax.files import finite, parse_json, read_json, require_file, write_text
 from orthojax.formatting import number, percent
 from orthojax.model import LoadedModel, Transformer, parameter_count
 from orthojax.model.generation import stream_loss_nats
 from orthojax.ops.cross_entropy import perplexity
+from orthojax.report import figures
+from orthojax.report.page import Picture, Table
 from orthojax.train import Inputs, rounded_perplexities
 from orthojax.train.evaluation import validation_loss_nats
 

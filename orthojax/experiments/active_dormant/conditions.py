@@ -23,10 +23,10 @@ from orthojax.experiments.claims import (
     lost,
     smallest,
 )
-from orthojax.experiments.pictures import Bars, ByLayer, ByStep
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns
 from orthojax.formatting import share
+from orthojax.report.pictures import Bars, ByLayer, ByStep
+from orthojax.report.tables import Columns
 
 _DRAIN = Metric("value_drain")
 _MOST = [Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")]

@@ -25,11 +25,11 @@ from orthojax.experiments.claims import (
 )
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.ours.rounding import FOUR_BITS
-from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns, Paired
 from orthojax.model import LoadedModel, Taps
 from orthojax.ops.statistics import kurtosis
+from orthojax.report.pictures import ByStep, Maps
+from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs
 from orthojax.train.step import split_tokens
 

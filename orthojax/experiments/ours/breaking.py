@@ -50,13 +50,13 @@ from orthojax.experiments.claims import (
 )
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.ours.rounding import FOUR_BIT, FOUR_BITS
-from orthojax.experiments.pictures import LOSS, ByStep, Points
-from orthojax.experiments.results import Missing, Result, Results
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns
 from orthojax.files import make_folder, write_atomically
 from orthojax.model import LoadedModel, Transformer
 from orthojax.model.presets import bigram_backcopy
+from orthojax.report.pictures import LOSS, ByStep, Points
+from orthojax.report.results import Missing, Result, Results
+from orthojax.report.tables import Columns
 from orthojax.train import Inputs
 from orthojax.train.step import loss_sum_nats, split_tokens
 

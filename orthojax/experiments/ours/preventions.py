@@ -28,12 +28,12 @@ from orthojax.experiments.claims import (
     worst,
 )
 from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.pictures import Bars, Points
-from orthojax.experiments.results import Missing, Result
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns, Paired
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
 from orthojax.ops.cross_entropy import perplexity
+from orthojax.report.pictures import Bars, Points
+from orthojax.report.results import Missing, Result
+from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs, rounded_perplexities
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.step import split_tokens

@@ -14,9 +14,9 @@ from orthojax.experiments.claims import (
     dominated,
     excess_left,
 )
-from orthojax.experiments.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns
+from orthojax.report.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
+from orthojax.report.tables import Columns
 
 SINK = Metric("sink_attention_rest")
 

@@ -13,12 +13,12 @@ from orthojax.config import Config, ModelConfig, replace
 from orthojax.experiments.base import OUTPUT_AXIS, REPEATED_MODEL, cured
 from orthojax.experiments.claims import COARSE, Claim, Metric, all_of, check, either_loses, lost
 from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.pictures import Bars
-from orthojax.experiments.results import Result
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns
 from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.ops.cross_entropy import perplexity
+from orthojax.report.pictures import Bars
+from orthojax.report.results import Result
+from orthojax.report.tables import Columns
 from orthojax.train import Inputs
 from orthojax.train.evaluation import validation_loss_nats
 from orthojax.train.step import split_tokens

@@ -21,13 +21,13 @@ from orthojax.experiments.claims import (
     halved,
     smallest,
 )
-from orthojax.experiments.figures import lines
 from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Results
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel
 from orthojax.model.generation import stream_loss_nats
+from orthojax.report.figures import lines
+from orthojax.report.page import Picture
+from orthojax.report.results import Results
 from orthojax.train import Inputs
 
 _ROWS, _SINKS = 128, 4

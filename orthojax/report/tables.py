@@ -1,4 +1,4 @@
-"""Tables of studies: metrics of each variant, and changes paired by seed."""
+"""Tables of results: metrics of each variant, and changes paired by seed."""
 
 import dataclasses
 import math
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orthojax.experiments.report import Cell, Table
-from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
 from orthojax.formatting import percent, signed
+from orthojax.report.page import Cell, Table
+from orthojax.report.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
 
 Quantities = str | Sequence[str | Quantity]  # names of metrics separated by spaces, or several of them
 
