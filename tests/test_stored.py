@@ -18,8 +18,8 @@ from orthojax.config import Config, to_json
 from orthojax.errors import UserError
 from orthojax.experiments.claims import DRAIN, FRACTION, PPL, Claim
 from orthojax.experiments.measures import Measure
-from orthojax.experiments.stored import read_with_digest, write_with_digest
 from orthojax.experiments.study import Study, make_report, read_results
+from orthojax.files import read_with_digest, write_with_digest
 from orthojax.report.page import print_report, write_report
 from orthojax.report.pictures import KURTOSIS, ByStep
 from orthojax.report.tables import Paired

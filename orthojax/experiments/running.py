@@ -19,9 +19,9 @@ from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
-from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check, read_with_digest, write_with_digest
+from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, StudyResults, results_of
-from orthojax.files import finite, make_folder, write_text
+from orthojax.files import finite, kept, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
 from orthojax.train import DivergedError, Inputs, check_workdir, find_checkpoint, load, open_inputs, train
 
@@ -139,18 +139,20 @@ def _runs(
 
 def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
     """Returns the rows of one seed of a computation, reusing those that an earlier call kept."""
-    assert study.rows is not None
+    rows = study.rows
+    assert rows is not None
     path = workdir / "computed" / f"seed{seed}.json"
-    if not path.exists():
+
+    def made() -> dict[str, Any]:
         print(f"{study.name}: seed {seed}", file=sys.stderr, flush=True)
         path.parent.mkdir(exist_ok=True)
         with jax.enable_x64(True):
-            rows = [
+            return {"rows": [
                 row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
-                for row in study.rows(seed)
-            ]
-        write_with_digest(path, {"rows": rows})
-    computed = read_with_digest(path, "computed rows")
+                for row in rows(seed)
+            ]}  # fmt: skip
+
+    computed = kept(path, "computed rows", made)
     check(computed, COMPUTED, str(path))
     return [{"variant": row["variant"], "seed": seed, **row} for row in computed["rows"]]
 

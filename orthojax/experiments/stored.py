@@ -1,7 +1,5 @@
 """Checks of results.json and the other files that experiments read back, made once, when they are read."""
 
-import hashlib
-import json
 import re
 import reprlib
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import read_json, write_text
+from orthojax.files import read_json
 
 
 class Kind(NamedTuple):
@@ -115,29 +113,6 @@ def read_results_file(path: Path) -> dict[str, Any]:
         if row["seed"] not in seeds and "given" not in row:
             raise UserError(f"{where} is of no seed of its provenance", allowed=", ".join(map(str, seeds)))
     return raw
-
-
-def write_with_digest(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes values as JSON with the sha256 of the values and of the .npz file of the same name, if there is one."""
-    write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1) + "\n")
-
-
-def read_with_digest(path: Path, what: str) -> dict[str, Any]:
-    """Returns the values that `write_with_digest` wrote.
-
-    Raises:
-      UserError: If they or the arrays were changed; older files have no sha256 to tell.
-    """
-    values = read_json(path, what)
-    if values.pop("sha256", None) not in (None, _digest(path, values)):
-        raise UserError(f"{path} or its arrays were changed", hint="without that file they are made again")
-    return values
-
-
-def _digest(path: Path, values: Mapping[str, Any]) -> str:
-    arrays = path.with_suffix(".npz")
-    content = json.dumps(values).encode() + (arrays.read_bytes() if arrays.exists() else b"")
-    return hashlib.sha256(content).hexdigest()
 
 
 def check_unique(rows: list[Mapping[str, Any]], where: str) -> None:

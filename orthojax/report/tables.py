@@ -38,13 +38,14 @@ class Columns:
     caption: str
     metrics: Quantities
     rows: str = ""
+    heading: str = ""  # of the names
 
     def __call__(self, results: Results) -> Table:
         """Builds the table; a metric that no variant has gets no column."""
         shown = results.matching(self.rows)
         columns = [of for of in quantities(self.metrics) if any(result.values(of) for result in shown)]
         rows = [[result.name, *(cell(result, quantity) for quantity in columns)] for result in shown]
-        return Table(self.caption, ["", *(quantity.label for quantity in columns)], rows)
+        return Table(self.caption, [self.heading, *(quantity.label for quantity in columns)], rows)
 
 
 @dataclasses.dataclass(frozen=True)

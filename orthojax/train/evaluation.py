@@ -16,7 +16,7 @@ from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
 from orthojax.files import finite
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
-from orthojax.ops.cross_entropy import perplexity
+from orthojax.ops.cross_entropy import cross_entropy_nats, perplexity
 from orthojax.train.data import Inputs
 from orthojax.train.mesh import constrain, in_mesh, place_rows
 from orthojax.train.optimizer import imported, shared_basis
@@ -66,6 +66,11 @@ def validation_loss_nats(
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
+    return _mean(sums)
+
+
+def _mean(sums: Any) -> float:
+    """Returns the mean of several (sum, count), on the host in float64."""
     totals, counts = zip(*jax.device_get(sums), strict=True)
     return sum(map(float, totals)) / sum(map(float, counts))
 
@@ -131,7 +136,19 @@ def evaluate_by_head(
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
       [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
     """
-    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)
+    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)[:2]
+
+
+def evaluate_in_full(
+    loaded: LoadedModel, inputs: Inputs
+) -> tuple[Metrics, dict[str, np.ndarray], analysis.Extremes | None]:
+    """Measures like `evaluate_by_head` without quantisation, for text also predictors and extremes, in the same pass.
+
+    Returns:
+      The metrics, for text also those of `analysis.observe_predictors`; the arrays; and for text `analysis.Extremes` of
+      all layers and rows, [L, B, ...].
+    """
+    return _evaluate(loaded, inputs, {}, False, lambda what: None, by_head=True, in_full=True)
 
 
 def _evaluate(
@@ -142,33 +159,66 @@ def _evaluate(
     on_progress: Callable[[str], object],
     interventions: Interventions | None = None,
     **text_options: bool,
-) -> tuple[Metrics, dict[str, np.ndarray]]:
-    config, params = loaded.config, loaded.params
+) -> tuple[Metrics, dict[str, np.ndarray], Any]:
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     _require_fitting(loaded, settings)  # before hours of work
-    loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     if inputs.task is not None:
-        mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
-        batches = (2 * _place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
-        statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
+        measured = _measure_task(loaded, inputs, inputs.task, interventions)
         on_progress("statistics")
-        metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
-        return metrics, analysis.finalize_arrays(statistics)
+        return *measured, None
+    metrics, arrays, extremes = _measure_text(loaded, inputs, interventions, **text_options)
+    on_progress("statistics")
+    metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
+    return metrics, arrays, extremes
+
+
+def _measure_task(
+    loaded: LoadedModel, inputs: Inputs, task: BigramBackcopy, interventions: Interventions | None
+) -> tuple[Metrics, dict[str, np.ndarray]]:
+    config, params = loaded.config, loaded.params
+    loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
+    mesh, (observe, risks_of) = mesh_of(params), observing(task)
+    batches = (2 * _place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
+    statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
+    metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
+    return metrics, analysis.finalize_arrays(statistics)
+
+
+def _measure_text(
+    loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None, **options: bool
+) -> tuple[Metrics, dict[str, np.ndarray], Any]:
+    """Reads the text once for the loss and everything that is observed."""
+    config, mesh = loaded.config, mesh_of(loaded.params)
+    basis = shared_basis(config.seeded_optim, config.model.d_model)
+
+    def batch(rows: np.ndarray) -> tuple[Any, ...]:
+        special = np.isin(split_tokens(rows, config.model)[0], inputs.special_ids)
+        return (*_place(mesh, rows), basis, *(_place(mesh, special) if inputs.special_ids else ()))
+
+    batches, observe = map(batch, _batches(config, inputs)), _observing_text(**options)
+    observed, sums = analysis.measure(loaded, batches, observe, interventions, apply=_loss_of_rows, join=_join)
+    loss = _mean(sums)
     metrics: Metrics = {"perplexity": perplexity(loss), "loss_nats": loss}
     if inputs.bits_per_nat_of_loss is not None:
         metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
-    mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    seen = (split_tokens(tokens, config.model)[0] for tokens in _batches(config, inputs))
-    if ids := inputs.special_ids:
-        batches: Any = ((*_place(mesh, tokens), basis, *_place(mesh, np.isin(tokens, ids))) for tokens in seen)
-    else:
-        batches = ((*_place(mesh, tokens), basis) for tokens in seen)
-    statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
-    metrics |= analysis.finalize(statistics)
-    on_progress("statistics")
-    metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
-    return metrics, analysis.finalize_arrays(statistics)
+    statistics, *predictors, extremes = observed if len(observed) == 3 else (*observed, None)
+    for part in (statistics, *predictors):
+        metrics |= analysis.finalize(part)
+    return metrics, analysis.finalize_arrays(statistics), extremes
+
+
+def _loss_of_rows(model: Transformer, params: Any, rows: jax.Array, **given: Any) -> tuple[list[Any], Any]:
+    total, count, observed = loss_sum_nats(model, params, rows, **given)
+    return [(total, count)], observed
+
+
+def _join(a: Any, b: Any) -> Any:
+    """Joins what two batches gave: adds statistics, keeps the rows of extremes and the sums of the loss apart."""
+    if isinstance(a, list):
+        return a + b
+    joins = (analysis.combine, analysis.combine, analysis.concatenate)
+    return tuple(join(x, y) for join, x, y in zip(joins, a, b, strict=False))
 
 
 def _require_fitting(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> None:
@@ -201,6 +251,112 @@ def rounded_perplexities(
     return metrics
 
 
+def rotated_perplexities(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    settings: Mapping[str, quant.QuantizationSetting],
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> Metrics:
+    """Measures `perplexity_<setting>_rotated` at each of `settings` after `quant.rotate_after_training`.
+
+    Raises:
+      UserError: For a model that cannot be rotated.
+    """
+    params, config, wrap = quant.rotate_after_training(loaded.params, loaded.config.model)
+    metrics = {}
+    for name, setting in settings.items():
+        model = quant.rounded_model(config, setting)
+        rotated = model.clone(linear=wrap(model.linear))
+        metrics[f"perplexity_{name}_rotated"] = perplexity(
+            validation_loss_nats(loaded.config, params, inputs, model=rotated)
+        )
+        on_progress(f"{name} after a rotation")
+    return metrics
+
+
+def cached_perplexities(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    caches: Mapping[str, tuple[int, int]],
+    on_progress: Callable[[str], object] = lambda what: None,
+) -> Metrics:
+    """Measures the perplexity with keys and values of few bits, `perplexity_<cache>`.
+
+    `caches` is name -> (bits, number of first tokens that stay float), as for `quant.rounded_cache`.
+    """
+    metrics = {}
+    for name, (bits, first) in caches.items():
+        model = quant.rounded_cache(loaded.model, bits, first)
+        loss = validation_loss_nats(loaded.config, loaded.params, inputs, model=model)
+        metrics[f"perplexity_{name}"] = perplexity(loss)
+        on_progress(name)
+    return metrics
+
+
+def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
+    """Computes the change of the loss in nats on the first rows if a part writes nothing to the residual stream.
+
+    Returns:
+      `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
+    """
+    L, N = loaded.config.model.num_layers, loaded.config.model.num_heads
+    few = inputs._replace(evaluation=inputs.evaluation[:rows])
+    # All have the same shapes, so that one compiled program serves them.
+    whole = {"head": np.ones((L, N), np.float32), "attention": np.ones(L, np.float32), "mlp": np.ones(L, np.float32)}
+
+    def loss(scales: Mapping[str, np.ndarray]) -> float:
+        given = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
+        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=given)
+
+    before, changes = loss(whole), {}
+    for part, scale in whole.items():
+        change = changes[f"knocked_out_{part}"] = np.zeros(scale.shape)
+        for place in np.ndindex(scale.shape):
+            without = scale.copy()
+            without[place] = 0.0
+            change[place] = loss(whole | {part: without}) - before
+    return changes
+
+
+def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stride: int) -> float:
+    """Computes the mean loss over all tokens of a text but the first, each with as much context as a window allows.
+
+    Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, each later one
+    those that the previous one did not. Published perplexities of long texts are computed this way; the guide of
+    transformers gives later windows the weight of one token less. If `stride` equals `length`, the pieces of the text
+    are independent, and their first tokens are not predicted.
+
+    Args:
+      loaded: A causal model.
+      tokens: int32 [tokens], at least 2.
+      length: Tokens of a window, at most the model's positions.
+      stride: 1 to `length`.
+    """
+    if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
+        problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
+        raise UserError(problem, allowed="2 tokens or more, a length of 2 or more, a stride up to it")
+    if loaded.config.model.relaxed_causal_tokens > 1:
+        raise UserError("a sliding window over a model with relaxed_causal_tokens", allowed="a causal mask")
+    starts = range(0, max(len(tokens) - length + stride, 1), stride)
+    padded = np.concatenate([tokens, np.zeros(starts[-1] + length - len(tokens), np.int32)])
+    size, total, count = loaded.config.eval.batch_size, 0.0, 0
+
+    @jax.jit
+    def losses(params: Any, rows: jax.Array) -> jax.Array:
+        logits: Any = loaded.model.apply({"params": params}, rows)[0]
+        return cross_entropy_nats(logits[:, :-1], rows[:, 1:])  # [rows, length - 1]
+
+    for first in range(0, len(starts), size):
+        few = list(starts[first : first + size])
+        few += [few[-1]] * (size - len(few))  # for one shape
+        found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
+        for at, row in dict(zip(few, found, strict=True)).items():
+            seen = max(length - stride, 1) if at else 1  # the previous window predicted the rest
+            counted = row[seen - 1 : len(tokens) - at - 1]
+            total, count = total + counted.sum(), count + len(counted)
+    return total / count
+
+
 def evaluation_stages(
     config: Config,
     settings: Mapping[str, quant.QuantizationSetting] | None = None,
@@ -214,11 +370,14 @@ def evaluation_stages(
 
 
 @functools.cache
-def _observing_text(**options: bool) -> _Observe:
+def _observing_text(in_full: bool = False, **options: bool) -> Callable[..., tuple[Any, ...]]:
     """Always returns the same function for these options, so that its programs are found again."""
-    return lambda taps, basis, special=None: analysis.observe_language_model(
-        taps, basis=basis, special=special, **options
-    )
+
+    def observe(taps: analysis.Taps, basis: jax.Array | None, special: jax.Array | None = None) -> tuple[Any, ...]:
+        statistics = analysis.observe_language_model(taps, basis=basis, special=special, **options)
+        return (statistics, *((analysis.observe_predictors(taps), analysis.observe_extremes(taps)) if in_full else ()))
+
+    return observe
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orthojax import analysis, quant
+from orthojax.cards.measures import ROTATED
 from orthojax.config import Config, replace
 from orthojax.experiments.base import BREAKING_MODEL
 from orthojax.experiments.claims import (
@@ -30,16 +31,14 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
-from orthojax.ops.cross_entropy import perplexity
 from orthojax.report.pictures import Bars, Points
 from orthojax.report.results import Missing, Result
 from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs, rounded_perplexities
-from orthojax.train.evaluation import validation_loss_nats
+from orthojax.train.evaluation import cached_perplexities, rotated_perplexities
 from orthojax.train.step import split_tokens
 
 FORMATS = (COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
-_ROTATED = (COARSE, "w4a4", "mxfp4", "nvfp4")  # after training
 _ROWS = 64  # for the propagated error
 
 
@@ -56,17 +55,11 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     config = dataclasses.replace(loaded.config, model=model)
     plain = loaded._replace(model=Transformer(model), params=params, config=config)
     found = rounded_perplexities(plain, inputs, {name: quant.setting_named(name) for name in FORMATS}, on_progress=say)
-    rotated, of_rotated, wrap = quant.rotate_after_training(params, model)
-    for name in _ROTATED:
-        rounded = quant.rounded_model(of_rotated, quant.setting_named(name))
-        rounded = rounded.clone(linear=wrap(rounded.linear))
-        loss = validation_loss_nats(config, rotated, inputs, model=rounded)
-        found[f"perplexity_{name}_rotated"] = perplexity(loss)
-        say(f"{name} after a rotation")
+    found |= rotated_perplexities(plain, inputs, {name: quant.setting_named(name) for name in ROTATED}, say)
     tokens = split_tokens(inputs.evaluation[:_ROWS], model)[0]
     for name in (COARSE, "w4a4", "nvfp4"):
         error = quant.rounding_error(plain.model, params, quant.setting_named(name), tokens)
-        found[f"last_state_error_{name}"] = error["last_state_error"]
+        found[f"last_state_error_{name}"] = error.last_state
     predictors = analysis.measure(plain, [tokens], analysis.observe_predictors)
     found |= analysis.finalize(predictors)
     say("predictors")
@@ -177,7 +170,7 @@ _COLUMNS: Any = ["perplexity kurtosis_first kurtosis_rest osp_kurtosis", PEAK,
                  "first_attention_fraction first_attention_mass gu_sink_rate"]  # fmt: skip
 _TABLES = [
     Columns("Perplexity lost at each format", [lost(name) for name in FORMATS]),
-    Columns("The same after a rotation", [lost(f"{name}_rotated") for name in _ROTATED]),
+    Columns("The same after a rotation", [lost(f"{name}_rotated") for name in ROTATED]),
     Columns("What is said to predict it", ["max_over_median gu_sink_rate_any",
             *(f"last_state_error_{name}" for name in (COARSE, "w4a4", "nvfp4"))]),
     Paired("Change of perplexity from Adam, paired by seed", "adam", "*", "perplexity"),
@@ -219,7 +212,7 @@ PREVENTIONS = Study(
         Claim("Small groups do not make prevention superfluous: at nvfp4 cured loses less than Adam, in every seed.",
               (lost("nvfp4")["cured"] < lost("nvfp4")["adam"]).in_every_seed()),
         *(Claim(f"Prevention is better than a rotation afterwards at {name}.",
-                lost(name)["cured"] < lost(f"{name}_rotated")["adam"], _breaks(name)) for name in _ROTATED),
+                lost(name)["cured"] < lost(f"{name}_rotated")["adam"], _breaks(name)) for name in ROTATED),
         Claim("A rotation afterwards does not help the cured model at w4a4.",
               lost("w4a4_rotated")["cured"] >= 0.9 * lost("w4a4")["cured"]),
         _correlates(WORST, "w4a4", 0.8),
@@ -347,14 +340,7 @@ _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0
 
 def _cached(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Measures perplexity with keys and values of few bits, with and without the first token's in float."""
-    found = {}
-    for name, (bits, first) in _CACHES.items():
-        model = quant.rounded_cache(loaded.model, bits, first)
-        found[f"perplexity_{name}"] = perplexity(
-            validation_loss_nats(loaded.config, loaded.params, inputs, model=model)
-        )
-        say(name)
-    return Measured(found)
+    return Measured(cached_perplexities(loaded, inputs, _CACHES, say))
 
 
 def _gained(variant: str, bits: int) -> Any:
