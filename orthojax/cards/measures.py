@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +14,14 @@ from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.files import finite
 from orthojax.model import LoadedModel, Transformer
-from orthojax.model.generation import stream_loss_nats
 from orthojax.train import Inputs, rounded_perplexities
-from orthojax.train.evaluation import cached_perplexities, evaluate_in_full, knock_out, rotated_perplexities
+from orthojax.train.evaluation import (
+    cached_perplexities,
+    evaluate_in_full,
+    knock_out,
+    rotated_perplexities,
+    streamed_perplexities,
+)
 
 FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4",
            "nvfp4")  # fmt: skip
@@ -54,21 +58,29 @@ def measure_model(loaded: LoadedModel, inputs: Inputs) -> Measured:
     Raises:
       UserError: For token ids or a length that the model does not support, or a model that is not causal.
     """
-    model, rows = loaded.config.model, inputs.evaluation
+    return Measured(loaded.config, **_statistics(loaded, inputs))
+
+
+def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
+    model, rows, T = loaded.config.model, inputs.evaluation, inputs.evaluation.shape[1] - 1
     if model.attention_mask != "causal":
         problem = f"rows of next tokens for a model with attention_mask={model.attention_mask!r}"
         raise UserError(problem, allowed="a causal model; orthojax evaluate measures others on their own data")
     if rows.min() < 0 or rows.max() >= model.vocab_size:
         wrong = rows.min() if rows.min() < 0 else rows.max()
         raise UserError(f"token id {wrong} is not the model's", allowed=f"0 to {model.vocab_size - 1}")
+    if model.position == "learned" and model.max_length < T:
+        raise UserError(f"rows of {T} tokens are longer than the model's positions", allowed=f"1 to {model.max_length}")
     metrics, arrays, extremes = evaluate_in_full(loaded, inputs)
-    largest, sinks = [], []
+    tokens, sections = rows[:, :T], {"largest_activations": [], "secondary_sinks": []}
     if extremes is not None:
-        tokens = rows[:, :-1]
-        largest, sinks = analysis.largest_activations(extremes, tokens), analysis.secondary_sinks(extremes, tokens)
-    named = lambda entries: [e._asdict() | {"text": token_text(loaded.tokenizer, e.token)} for e in entries]  # noqa: E731
-    sections = {"largest_activations": named(largest), "secondary_sinks": named(sinks)}
-    return Measured(loaded.config, finite(metrics), arrays, sections)
+        sections["largest_activations"] = analysis.largest_activations(extremes, tokens)
+        sections["secondary_sinks"] = analysis.secondary_sinks(extremes, tokens)
+    named = {
+        section: [of._asdict() | {"text": token_text(loaded.tokenizer, of.token)} for of in entries]
+        for section, entries in sections.items()
+    }
+    return {"metrics": finite(metrics), "arrays": arrays, "sections": named}
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
@@ -89,21 +101,21 @@ def plan(
     knock_out_rows: int = 0,
 ) -> Plan:
     """Returns the stages of `measure`, whose arguments these are, in order."""
-    of, stages = functools.partial, Plan()
-    stages["statistics"] = of(_statistics, loaded, inputs), ()
-    for name, setting in settings.items():
-        rounded = of(rounded_perplexities, loaded, inputs, {name: setting}, quantize_head=quantize_head)
-        stages[name] = rounded, (quantize_head,)
+    stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs), ())}
+    more = {} if quick else settings
+    for name in filter(more.__contains__, _PROPAGATED):
+        stages[f"{name}_error"] = lambda of=settings[name]: _propagated(loaded, inputs, of), ()
+    for name in settings:
+        options: Any = {"settings": {name: settings[name]}, "quantize_head": quantize_head}
+        stages[name] = lambda of=options: rounded_perplexities(loaded, inputs, **of), (quantize_head,)
+    for name in filter(more.__contains__, ROTATED):
+        stages[f"{name}_rotated"] = lambda of={name: settings[name]}: rotated_perplexities(loaded, inputs, of), ()
+    for name in CACHES if not quick else ():
+        stages[name] = lambda of={name: CACHES[name]}: cached_perplexities(loaded, inputs, of), ()
     if not quick:
-        for name in filter(settings.__contains__, ROTATED):
-            stages[f"{name}_rotated"] = of(rotated_perplexities, loaded, inputs, {name: settings[name]}), ()
-        for name in filter(settings.__contains__, _PROPAGATED):
-            stages[f"{name}_error"] = of(_propagated, loaded, inputs, settings[name]), ()
-        for name, cache in CACHES.items():
-            stages[name] = of(cached_perplexities, loaded, inputs, {name: cache}), ()
-        stages["streaming"] = of(_streamed, loaded, inputs), ()
+        stages["streaming"] = lambda: streamed_perplexities(loaded, inputs.evaluation[:_STREAMED_ROWS], SINKS), ()
     if knock_out_rows:
-        stages["knock_out"] = lambda: _lists(knock_out(loaded, inputs, knock_out_rows)), (knock_out_rows,)
+        stages["knock_out"] = lambda: knock_out(loaded, inputs, knock_out_rows), (knock_out_rows,)
     return stages
 
 
@@ -126,24 +138,25 @@ def measure(loaded: LoadedModel, inputs: Inputs, settings: Settings, stages: Sta
         parts[name] = stages(name, compute, *chosen)
         if name == "statistics" and "left_out" in parts[name]:
             raise UserError(parts[name]["left_out"])
-    statistics = parts["statistics"]
-    metrics, arrays, sections = (dict(statistics[key]) for key in ("metrics", "arrays", "sections"))
+    metrics, arrays, sections = (dict(parts["statistics"][key]) for key in ("metrics", "arrays", "sections"))
+    model, part = loaded.config.model, lambda name: parts.get(name, {})
     cost = functools.partial(_cost, whole=metrics.get("perplexity"))
-    metrics |= {key: value for name in settings for key, value in parts[name].items() if key != "left_out"}
-    arrays |= {key: value for key, value in parts.get("knock_out", {}).items() if key != "left_out"}
-    of = lambda name: parts.get(name, {})  # noqa: E731
+    metrics |= {key: value for name in settings for key, value in part(name).items() if key != "left_out"}
+    arrays |= {key: value for key, value in part("knock_out").items() if key != "left_out"}
+    errors = {name: part(f"{name}_error") for name in settings}
     sections["rounding"] = [
-        {"format": name} | cost(name, of(name) | of(f"{name}_rotated"), ("", "_rotated", "_with_head"))
-        | {key: value for key, value in of(f"{name}_error").items() if key == "last_state_error"}
+        {"format": name} | cost(name, part(name) | part(f"{name}_rotated"), ("", "_rotated", "_with_head"))
+        | {key: value for key, value in errors[name].items() if key == "last_state_error"}
         for name in settings
     ]  # fmt: skip
-    errors = {name: of(f"{name}_error") for name in settings}
     sections["sqnr_db"] = {name: error["sqnr_db"] for name, error in errors.items() if "sqnr_db" in error}
+    # Besides its bits, each head's keys have a scale and a smallest value of 16, as have its values.
     sections["kv_cache"] = [
-        {"format": name, "bytes_per_token": _bytes_per_token(loaded, bits)} | cost(name, of(name))
+        {"format": name, "bytes_per_token": model.num_layers * model.kv_heads
+         * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)} | cost(name, parts[name])
         for name, (bits, _) in CACHES.items() if name in parts
     ]  # fmt: skip
-    sections["streaming"] = of("streaming")
+    sections["streaming"] = part("streaming")
     return Measured(loaded.config, metrics, {name: np.array(of) for name, of in arrays.items()}, sections)
 
 
@@ -157,42 +170,12 @@ def _cost(name: str, part: Mapping[str, Any], kinds: Sequence[str] = ("",), *, w
     return entry
 
 
-def _lists(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: array.astype(float).tolist() for name, array in arrays.items()}
-
-
-def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
-    measured = measure_model(loaded, inputs)
-    return {"metrics": measured.metrics, "arrays": _lists(measured.arrays), "sections": measured.sections}
-
-
 def _propagated(loaded: LoadedModel, inputs: Inputs, setting: quant.QuantizationSetting) -> dict[str, Any]:
     tokens = inputs.evaluation[:_PROPAGATED_ROWS, :-1]
     error = quant.rounding_error(Transformer(loaded.config.model), loaded.params, setting, tokens)
-    linear = {
-        path: finite({key: value for key, value in of._asdict().items() if value is not None})
-        for path, of in error.linear.items()
-    }  # infinite if nothing is rounded
-    return {
-        "last_state_error": error.last_state,
-        "sqnr_db": {path: of for path, of in linear.items() if of.keys() - {"layer"}},
-    }
-
-
-def _bytes_per_token(loaded: LoadedModel, bits: int) -> float:
-    """Counts a cache of keys and values of few bits, with scales and smallest values of 16."""
-    model = loaded.config.model
-    return model.num_layers * model.kv_heads * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)
-
-
-def _streamed(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
-    """Measures the second half of each row, read token by token with a quarter of the row in view."""
-    rows = inputs.evaluation[:_STREAMED_ROWS]
-    window = (rows.shape[1] - 1) // 4
-    if window <= SINKS:
-        raise UserError(f"rows of {rows.shape[1] - 1} tokens are too short to stream", allowed=f"{8 * SINKS} or more")
-    found = {"window": window}
-    for name, size, sinks in (("window", window, 0), ("sinks", window - SINKS, SINKS), ("whole", None, 0)):
-        losses = stream_loss_nats(loaded, rows, size, sinks)[:, 2 * window :]
-        found[f"perplexity_{name}"] = math.exp(float(losses.mean()))
-    return found
+    sqnr_db = {}
+    for path, of in error.linear.items():
+        ratios = finite({"whole": of.whole, "inherited": of.inherited, "added": of.added})  # infinite without noise
+        if ratios:
+            sqnr_db[path] = ({} if of.layer is None else {"layer": of.layer}) | ratios
+    return {"last_state_error": error.last_state, "sqnr_db": sqnr_db}

@@ -19,12 +19,13 @@ class Stages:
         self._folder, self._subject, self._say = folder, subject, say
 
     def __call__(self, name: str, compute: Callable[[], Any], *options: Any) -> Any:
-        """Returns the JSON value that `compute` makes, or made earlier with these options.
+        """Returns the JSON value that `compute` makes, or made earlier with these options; arrays become lists.
 
         For a UserError it is {"left_out": its message}, and is not kept.
         """
+        plain = lambda: json.loads(json.dumps(compute(), default=lambda array: array.tolist()))  # noqa: E731
         try:
-            part = self._kept(self._folder, name, compute, options) if self._folder else compute()
+            part = self._kept(self._folder, name, plain, options) if self._folder else plain()
         except UserError as error:
             part = {"left_out": str(error).partition("\n")[0]}
         self._say(name)

@@ -1,6 +1,7 @@
 """Evaluation of parameters: on the fixed evaluation set, and on a few of its rows during training."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,15 @@ from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
 from orthojax.files import finite
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
+from orthojax.model.generation import stream_loss_nats
 from orthojax.ops.cross_entropy import cross_entropy_nats, perplexity
 from orthojax.train.data import Inputs
-from orthojax.train.mesh import constrain, in_mesh, place_rows
+from orthojax.train.mesh import constrain, in_mesh, place
 from orthojax.train.optimizer import imported, shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
 _Observe = Callable[..., analysis.Statistics]
-
-
-def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
-    return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
 def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
@@ -62,7 +60,8 @@ def validation_loss_nats(
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *_place(mesh, rows), interventions))
+            (tokens,) = place(mesh, rows)
+            sums.append(_loss(model, params, tokens, interventions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
@@ -136,7 +135,7 @@ def evaluate_by_head(
       The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
       [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
     """
-    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)[:2]
+    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)
 
 
 def evaluate_in_full(
@@ -148,7 +147,7 @@ def evaluate_in_full(
       The metrics, for text also those of `analysis.observe_predictors`; the arrays; and for text `analysis.Extremes` of
       all layers and rows, [L, B, ...].
     """
-    return _evaluate(loaded, inputs, {}, False, lambda what: None, by_head=True, in_full=True)
+    return _measure(loaded, inputs, by_head=True, in_full=True)
 
 
 def _evaluate(
@@ -159,18 +158,23 @@ def _evaluate(
     on_progress: Callable[[str], object],
     interventions: Interventions | None = None,
     **text_options: bool,
-) -> tuple[Metrics, dict[str, np.ndarray], Any]:
+) -> tuple[Metrics, dict[str, np.ndarray]]:
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     _require_fitting(loaded, settings)  # before hours of work
-    if inputs.task is not None:
-        measured = _measure_task(loaded, inputs, inputs.task, interventions)
-        on_progress("statistics")
-        return *measured, None
-    metrics, arrays, extremes = _measure_text(loaded, inputs, interventions, **text_options)
+    metrics, arrays, _ = _measure(loaded, inputs, interventions, **text_options)
     on_progress("statistics")
-    metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
-    return metrics, arrays, extremes
+    if inputs.task is None:
+        metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
+    return metrics, arrays
+
+
+def _measure(
+    loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None = None, **text_options: bool
+) -> tuple[Metrics, dict[str, np.ndarray], Any]:
+    if inputs.task is None:
+        return _measure_text(loaded, inputs, interventions, **text_options)
+    return *_measure_task(loaded, inputs, inputs.task, interventions), None
 
 
 def _measure_task(
@@ -179,7 +183,7 @@ def _measure_task(
     config, params = loaded.config, loaded.params
     loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
     mesh, (observe, risks_of) = mesh_of(params), observing(task)
-    batches = (2 * _place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
+    batches = (2 * place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
     statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
     metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
     return metrics, analysis.finalize_arrays(statistics)
@@ -193,8 +197,9 @@ def _measure_text(
     basis = shared_basis(config.seeded_optim, config.model.d_model)
 
     def batch(rows: np.ndarray) -> tuple[Any, ...]:
-        special = np.isin(split_tokens(rows, config.model)[0], inputs.special_ids)
-        return (*_place(mesh, rows), basis, *(_place(mesh, special) if inputs.special_ids else ()))
+        ids = inputs.special_ids
+        tokens, *special = place(mesh, rows, *([np.isin(rows, ids)] if ids else []))
+        return tokens, basis, *special
 
     batches, observe = map(batch, _batches(config, inputs)), _observing_text(**options)
     observed, sums = analysis.measure(loaded, batches, observe, interventions, apply=_loss_of_rows, join=_join)
@@ -311,10 +316,10 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
     before, changes = loss(whole), {}
     for part, scale in whole.items():
         change = changes[f"knocked_out_{part}"] = np.zeros(scale.shape)
-        for place in np.ndindex(scale.shape):
+        for at in np.ndindex(scale.shape):
             without = scale.copy()
-            without[place] = 0.0
-            change[place] = loss(whole | {part: without}) - before
+            without[at] = 0.0
+            change[at] = loss(whole | {part: without}) - before
     return changes
 
 
@@ -357,6 +362,27 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     return total / count
 
 
+def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4) -> Metrics:
+    """Measures the second half of rows [B, T + 1], read token by token with a quarter of the row in view.
+
+    Returns:
+      `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first `sinks`
+      tokens in place of the oldest, and `perplexity_whole` with all.
+
+    Raises:
+      UserError: For rows that are too short.
+    """
+    T = rows.shape[1] - 1
+    window = T // 4
+    if window <= sinks:
+        raise UserError(f"rows of {T} tokens are too short to stream", allowed=f"{8 * sinks} or more")
+    metrics = {"window": window}
+    for name, size, first in (("window", window, 0), ("sinks", window - sinks, sinks), ("whole", None, 0)):
+        losses = stream_loss_nats(loaded, rows, size, first)[:, 2 * window :]
+        metrics[f"perplexity_{name}"] = math.exp(float(losses.mean()))
+    return metrics
+
+
 def evaluation_stages(
     config: Config,
     settings: Mapping[str, quant.QuantizationSetting] | None = None,
@@ -374,6 +400,7 @@ def _observing_text(in_full: bool = False, **options: bool) -> Callable[..., tup
     """Always returns the same function for these options, so that its programs are found again."""
 
     def observe(taps: analysis.Taps, basis: jax.Array | None, special: jax.Array | None = None) -> tuple[Any, ...]:
+        special = None if special is None else special[:, : taps.residual.shape[1]]  # of a row, its inputs
         statistics = analysis.observe_language_model(taps, basis=basis, special=special, **options)
         return (statistics, *((analysis.observe_predictors(taps), analysis.observe_extremes(taps)) if in_full else ()))
 
@@ -422,7 +449,7 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
     rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
-    batch, observe, output = _place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
+    batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
     more = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
