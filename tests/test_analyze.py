@@ -110,7 +110,7 @@ def test_metrics_are_those_of_evaluate(models):
 
 def test_interventions_change_what_is_evaluated(models):
     loaded, tokens = opened(models, "planted")
-    metrics, _ = evaluate_by_head(loaded, tokens, interventions=Interventions(attention_scale=np.zeros(1)), settings={})
+    metrics, *_ = evaluate_by_head(loaded, tokens, interventions=Interventions(attention_scale=np.zeros(1)))
     assert metrics["residual_norm_rest"] == pytest.approx(math.sqrt(2))
 
 

@@ -106,7 +106,8 @@ def test_stages_are_computed_once(tmp_path):
 def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path):  # noqa: F811
     loaded, tokens = opened(models, "planted")
     settings = {name: quant.setting_named(name) for name in ("int8_coarse", "w4a4")}
-    measured = cards.measure(loaded, tokens, settings, cards.Stages(tmp_path, "x"))
+    plan = cards.plan(loaded, tokens, settings)
+    measured = cards.measure(loaded, settings, plan, cards.Stages(tmp_path, "x"))
     made = cards.make_card("planted", "here", measured, {"date": "2026-01-01", "text": tokens.provenance})
     check(json.loads(json.dumps(made)), SCHEMA)
     first = made["largest_activations"][0]
@@ -124,7 +125,7 @@ def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path): 
     page = report({"planted": measured}, ["ids"], [])
     assert "at each format" in page.tables[1].caption
     assert {"planted_sqnr", "planted_heads"} <= {picture.name for picture in page.pictures}
-    again = cards.measure(loaded, tokens, settings, cards.Stages(tmp_path, "x"))  # from the stages
+    again = cards.measure(loaded, settings, plan, cards.Stages(tmp_path, "x"))  # from the stages
     assert again.metrics == measured.metrics
 
 

@@ -7,6 +7,7 @@ measured models as tables and pictures, which needs the extra `reports`.
 from orthojax.cards.measures import Measured as Measured
 from orthojax.cards.measures import measure as measure
 from orthojax.cards.measures import measure_model as measure_model
+from orthojax.cards.measures import plan as plan
 from orthojax.cards.model_card import SCHEMA as SCHEMA
 from orthojax.cards.model_card import card as card
 from orthojax.cards.model_card import make_card as make_card

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,13 @@ from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.files import finite
 from orthojax.model import LoadedModel, Transformer
-from orthojax.train import Inputs, rounded_perplexities
+from orthojax.ops.cross_entropy import perplexity
+from orthojax.train import Inputs, evaluate_by_head, rounded_perplexities
 from orthojax.train.evaluation import (
     cached_perplexities,
-    evaluate_in_full,
     knock_out,
     rotated_perplexities,
+    sliding_loss_nats,
     streamed_perplexities,
 )
 
@@ -35,12 +37,17 @@ Settings = Mapping[str, quant.QuantizationSetting]
 Plan = dict[str, tuple[Callable[[], dict[str, Any]], tuple[Any, ...]]]  # stage -> its function, and options of it
 
 
+def default_settings(quick: bool = False) -> Settings:
+    """Returns the quantisation settings of a card, or two of them, by name."""
+    return {name: quant.setting_named(name) for name in (QUICK if quick else FORMATS)}
+
+
 class Measured(NamedTuple):
     """A measured model."""
 
     config: Config
     metrics: dict[str, float]  # the finite ones
-    arrays: dict[str, np.ndarray]  # by head or channel, of `evaluate_in_full` and `knock_out`
+    arrays: dict[str, np.ndarray]  # by head or channel, of `evaluate_by_head` and `knock_out`
     sections: dict[str, Any]  # the other parts of the card, JSON values
 
 
@@ -71,7 +78,8 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
         raise UserError(f"token id {wrong} is not the model's", allowed=f"0 to {model.vocab_size - 1}")
     if model.position == "learned" and model.max_length < T:
         raise UserError(f"rows of {T} tokens are longer than the model's positions", allowed=f"1 to {model.max_length}")
-    metrics, arrays, extremes = evaluate_in_full(loaded, inputs)
+    metrics, arrays, extremes = evaluate_by_head(loaded, inputs)
+    metrics = finite(metrics)
     tokens, sections = rows[:, :T], {"largest_activations": [], "secondary_sinks": []}
     if extremes is not None:
         sections["largest_activations"] = analysis.largest_activations(extremes, tokens)
@@ -80,7 +88,7 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
         section: [of._asdict() | {"text": token_text(loaded.tokenizer, of.token)} for of in entries]
         for section, entries in sections.items()
     }
-    return {"metrics": finite(metrics), "arrays": arrays, "sections": named}
+    return {"metrics": metrics, "arrays": arrays, "sections": named}
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
@@ -99,8 +107,19 @@ def plan(
     quick: bool = False,
     quantize_head: bool = False,
     knock_out_rows: int = 0,
+    sliding: tuple[np.ndarray, int] | None = None,
 ) -> Plan:
-    """Returns the stages of `measure`, whose arguments these are, in order."""
+    """Returns the stages of `measure` in order.
+
+    Args:
+      loaded: The model, with length and batch of the evaluation in its config: see `prepared`.
+      inputs: Rows of text.
+      settings: Quantisation by name.
+      quick: Leave out rotation, propagated errors, caches and streaming.
+      quantize_head: Also round the output head.
+      knock_out_rows: Number of rows on which every part is removed in turn.
+      sliding: Tokens of a text, int32 [tokens], and how far apart windows over it begin.
+    """
     stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs), ())}
     more = {} if quick else settings
     for name in filter(more.__contains__, _PROPAGATED):
@@ -112,36 +131,33 @@ def plan(
         stages[f"{name}_rotated"] = lambda of={name: settings[name]}: rotated_perplexities(loaded, inputs, of), ()
     for name in CACHES if not quick else ():
         stages[name] = lambda of={name: CACHES[name]}: cached_perplexities(loaded, inputs, of), ()
-    if not quick:
-        stages["streaming"] = lambda: streamed_perplexities(loaded, inputs.evaluation[:_STREAMED_ROWS], SINKS), ()
     if knock_out_rows:
         stages["knock_out"] = lambda: knock_out(loaded, inputs, knock_out_rows), (knock_out_rows,)
+    if sliding is not None:
+        tokens, T = sliding[0], inputs.evaluation.shape[1] - 1
+        which = hashlib.sha256(tokens.tobytes()).hexdigest(), T, sliding[1]
+        stages["sliding"] = lambda: {"perplexity": perplexity(sliding_loss_nats(loaded, tokens, T, sliding[1]))}, which
+    if not quick:
+        stages["streaming"] = lambda: streamed_perplexities(loaded, inputs.evaluation[:_STREAMED_ROWS], SINKS), ()
     return stages
 
 
-def measure(loaded: LoadedModel, inputs: Inputs, settings: Settings, stages: Stages, **options: Any) -> Measured:
-    """Measures a model in the stages of `plan`.
-
-    Args:
-      loaded: The model, with length and batch of the evaluation in its config: see `prepared`.
-      inputs: Rows of text.
-      settings: Quantisation by name.
-      stages: Keeps the parts.
-      **options: `quick` leaves out rotation, propagated errors, caches and streaming, `quantize_head` also rounds the
-        output head, and on `knock_out_rows` rows every part is removed in turn.
+def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages) -> Measured:
+    """Measures a model by a plan for it and these settings, whose stages are kept.
 
     Raises:
       UserError: As for `measure_model`.
     """
     parts: dict[str, dict[str, Any]] = {}
-    for name, (compute, chosen) in plan(loaded, inputs, settings, **options).items():
+    for name, (compute, chosen) in plan.items():
         parts[name] = stages(name, compute, *chosen)
-        if name == "statistics" and "left_out" in parts[name]:
+        if name in ("statistics", "sliding") and "left_out" in parts[name]:
             raise UserError(parts[name]["left_out"])
     metrics, arrays, sections = (dict(parts["statistics"][key]) for key in ("metrics", "arrays", "sections"))
     model, part = loaded.config.model, lambda name: parts.get(name, {})
     cost = functools.partial(_cost, whole=metrics.get("perplexity"))
     metrics |= {key: value for name in settings for key, value in part(name).items() if key != "left_out"}
+    metrics |= {f"sliding_{key}": value for key, value in part("sliding").items()}
     arrays |= {key: value for key, value in part("knock_out").items() if key != "left_out"}
     errors = {name: part(f"{name}_error") for name in settings}
     sections["rounding"] = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from orthojax import analysis, quant
-from orthojax.cards.measures import FORMATS, QUICK, Measured, Settings, measure, prepared
+from orthojax import analysis
+from orthojax.cards.measures import Measured, Settings, default_settings, measure, plan, prepared
 from orthojax.cards.stages import Stages
 from orthojax.cards.text import rows_of_ids
 from orthojax.errors import UserError
@@ -59,11 +59,11 @@ def card(
     inputs = rows if isinstance(rows, Inputs) else rows_of_ids(np.asarray(rows), "token ids", loaded.tokenizer)
     loaded = prepared(loaded, inputs.evaluation.shape[1] - 1, batch_size)
     if settings is None:
-        names = (QUICK if quick else FORMATS) if loaded.model.linear is linear else ()
-        settings = {of: quant.setting_named(of) for of in names}
+        settings = default_settings(quick) if loaded.model.linear is linear else {}
         unfit = settings_that_do_not_fit(loaded, settings)
         settings = {of: setting for of, setting in settings.items() if of not in unfit}
-    measured = measure(loaded, inputs, settings, Stages(None), quick=quick, quantize_head=quantize_head)
+    stages = plan(loaded, inputs, settings, quick=quick, quantize_head=quantize_head)
+    measured = measure(loaded, settings, stages, Stages(None))
     if "loss_nats" not in measured.metrics:
         raise UserError("the loss of the model is not finite", allowed="parameters and activations that are")
     about = environment() | {"text": inputs.provenance}

@@ -14,7 +14,6 @@ NAME.card.json, which --card=FILE,FILE shows beside another model, and the array
 finished part is kept under stages/: after an interruption the same command resumes.
 """
 
-import hashlib
 import json
 import re
 import shlex
@@ -88,10 +87,6 @@ def _require_length(path: str) -> Path:
     return place
 
 
-def _rows() -> int:
-    return (4 if FLAGS.quick else 16) if FLAGS.rows is None else FLAGS.rows
-
-
 def _open(loaded: Any) -> tuple[Any, Any]:
     """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
     from orthojax.cards.measures import prepared
@@ -103,22 +98,13 @@ def _open(loaded: Any) -> tuple[Any, Any]:
         loaded = prepared(loaded, data.sequence_length, FLAGS.batch)
         return loaded, open_inputs(loaded.config, Path(FLAGS.cache_dir))
     length = FLAGS.length or min(_LENGTH, data.sequence_length)
+    rows = (4 if FLAGS.quick else 16) if FLAGS.rows is None else FLAGS.rows
     if FLAGS.token_ids:
-        inputs = read_token_ids(Path(FLAGS.token_ids), loaded.tokenizer, rows=_rows(), length=length)
+        inputs = read_token_ids(Path(FLAGS.token_ids), loaded.tokenizer, rows=rows, length=length)
     else:
         tokenizer, bos = _tokenizer(loaded)
-        inputs = read_rows(FLAGS.text, tokenizer, rows=_rows(), length=length, bos=bos, packed=FLAGS.packed)
+        inputs = read_rows(FLAGS.text, tokenizer, rows=rows, length=length, bos=bos, packed=FLAGS.packed)
     return prepared(loaded, length, FLAGS.batch), inputs
-
-
-def _settings() -> dict[str, Any]:
-    """Returns the settings of `--settings`; by default those of a card, or two of them with `--quick`."""
-    from orthojax import quant
-    from orthojax.cards.measures import FORMATS, QUICK
-
-    if FLAGS.settings:
-        return named_settings()
-    return {name: quant.setting_named(name) for name in (QUICK if FLAGS.quick else FORMATS)}
 
 
 def _heads() -> list[tuple[int, int]]:
@@ -153,52 +139,35 @@ def _attention(name: str, loaded: Any) -> list[Any]:
     return [attention_picture(loaded, name, np.array(ids, np.int32), _heads(), words)]
 
 
-def _measure(name: str, place: Path, workdir: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Any]]:
+def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any, dict[str, Any], list[Any]]:
     """Returns what was measured of a model, the provenance of its text, and pictures."""
     from tqdm import tqdm
 
     from orthojax import __version__, cards
-    from orthojax.cards.measures import plan
     from orthojax.cards.stages import identity
+    from orthojax.cards.text import read_text
     from orthojax.files import make_folder
     from orthojax.train import load
 
     loaded, inputs = _open(load(place))
     pictures = _attention(name, loaded)  # first, since it may be refused
     settings = {} if inputs.task is not None else fitting(loaded, settings)
-    options = {"quick": FLAGS.quick or inputs.task is not None, "knock_out_rows": FLAGS.knock_out,
-               "quantize_head": FLAGS.quantize_head}  # fmt: skip
+    options: Any = {"quick": FLAGS.quick or inputs.task is not None, "quantize_head": FLAGS.quantize_head}
+    if FLAGS.stride:
+        tokenizer, bos = _tokenizer(loaded)
+        options["sliding"] = read_text(FLAGS.text, tokenizer, bos=bos), FLAGS.stride
+    plan = cards.plan(loaded, inputs, settings, knock_out_rows=FLAGS.knock_out, **options)
     folder = workdir / "stages" / name
     make_folder(folder, "folder of stages")
-    names = [*plan(loaded, inputs, settings, **options), *(["sliding"] if FLAGS.stride else [])]
-    with tqdm(desc=f"{name}: {names[0]}", total=len(names)) as bar:
+    with tqdm(desc=f"{name}: {next(iter(plan))}", total=len(plan)) as bar:
 
         def done(stage: str) -> None:
-            bar.set_description(f"{name}: {[*names, 'done'][names.index(stage) + 1]}", refresh=False)
+            bar.set_description(f"{name}: {[*plan, 'done'][list(plan).index(stage) + 1]}", refresh=False)
             bar.update()
 
         subject = [__version__, identity(place, workdir), inputs.provenance, FLAGS.batch]
-        stages = cards.Stages(folder, subject, done)
-        measured = cards.measure(loaded, inputs, settings, stages, **options)
-        if FLAGS.stride:
-            measured.metrics["sliding_perplexity"] = _sliding(loaded, stages)
+        measured = cards.measure(loaded, settings, plan, cards.Stages(folder, subject, done))
     return measured, inputs.provenance, pictures
-
-
-def _sliding(loaded: Any, stages: Any) -> float:
-    """Returns the perplexity of `--stride`."""
-    from orthojax.cards.text import read_text
-    from orthojax.ops.cross_entropy import perplexity
-    from orthojax.train.evaluation import sliding_loss_nats
-
-    tokenizer, bos = _tokenizer(loaded)
-    tokens, length = read_text(FLAGS.text, tokenizer, bos=bos), loaded.config.data.sequence_length
-    which = hashlib.sha256(tokens.tobytes()).hexdigest()
-    compute = lambda: {"perplexity": perplexity(sliding_loss_nats(loaded, tokens, length, FLAGS.stride))}  # noqa: E731
-    part = stages("sliding", compute, which, length, FLAGS.stride)
-    if "left_out" in part:
-        raise UserError(part["left_out"])
-    return part["perplexity"]
 
 
 def main(_: list[str]) -> None:
@@ -216,6 +185,7 @@ def main(_: list[str]) -> None:
     import numpy as np
 
     from orthojax import cards
+    from orthojax.cards.measures import default_settings
     from orthojax.cards.page import comparison, report
     from orthojax.files import make_folder, write_atomically, write_text
     from orthojax.machine import environment
@@ -223,7 +193,7 @@ def main(_: list[str]) -> None:
     from orthojax.train import keep_compiled_programs
 
     command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
-    started, settings = time.monotonic(), _settings()
+    started, settings = time.monotonic(), named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
     others = [of for path in FLAGS.card for of in cards.read_cards(Path(path))]
     places = {name: _require_length(path) for name, path in models.items()}
     series = f"{Path(FLAGS.model[0]).name}_checkpoints"

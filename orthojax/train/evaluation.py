@@ -117,60 +117,31 @@ def evaluate(
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
     """
-    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, post_attention=post_attention)[0]
-
-
-def evaluate_by_head(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    *,
-    interventions: Interventions | None = None,
-    settings: Mapping[str, quant.QuantizationSetting] | None = None,
-    quantize_head: bool = False,
-    on_progress: Callable[[str], object] = lambda what: None,
-) -> tuple[Metrics, dict[str, np.ndarray]]:
-    """Measures like `evaluate`, and also every head, with or without interventions (quantised models without).
-
-    Returns:
-      The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
-      [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
-    """
-    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)
-
-
-def evaluate_in_full(
-    loaded: LoadedModel, inputs: Inputs
-) -> tuple[Metrics, dict[str, np.ndarray], analysis.Extremes | None]:
-    """Measures like `evaluate_by_head` without quantisation, for text also predictors and extremes, in the same pass.
-
-    Returns:
-      The metrics, for text also those of `analysis.observe_predictors`; the arrays; and for text `analysis.Extremes` of
-      all layers and rows, [L, B, ...].
-    """
-    return _measure(loaded, inputs, by_head=True, in_full=True)
-
-
-def _evaluate(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    settings: Mapping[str, quant.QuantizationSetting] | None,
-    quantize_head: bool,
-    on_progress: Callable[[str], object],
-    interventions: Interventions | None = None,
-    **text_options: bool,
-) -> tuple[Metrics, dict[str, np.ndarray]]:
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     _require_fitting(loaded, settings)  # before hours of work
-    metrics, arrays, _ = _measure(loaded, inputs, interventions, **text_options)
+    metrics = _measure(loaded, inputs, None, post_attention=post_attention)[0]
     on_progress("statistics")
     if inputs.task is None:
         metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
-    return metrics, arrays
+    return metrics
+
+
+def evaluate_by_head(
+    loaded: LoadedModel, inputs: Inputs, *, interventions: Interventions | None = None
+) -> tuple[Metrics, dict[str, np.ndarray], analysis.Extremes | None]:
+    """Measures every head and the extremes of a model in float as well, with or without interventions.
+
+    Returns:
+      The metrics of `evaluate`, for text also `null_mass`, `attention_entropy_nats`, `sink_logit_gap` and those of
+      `analysis.observe_predictors`; by name the arrays [L, N] of what is measured by head, for text also
+      `max_abs_by_channel` [L, D]; and for text the extremes of all layers and rows.
+    """
+    return _measure(loaded, inputs, interventions, by_head=True)
 
 
 def _measure(
-    loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None = None, **text_options: bool
+    loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None, **text_options: bool
 ) -> tuple[Metrics, dict[str, np.ndarray], Any]:
     if inputs.task is None:
         return _measure_text(loaded, inputs, interventions, **text_options)
@@ -245,15 +216,15 @@ def rounded_perplexities(
       UserError: For a setting that does not fit the model, before anything is computed.
     """
     _require_fitting(loaded, settings)
-    metrics, model = {}, loaded.config.model
-    for name, setting in settings.items():
-        for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
-            include = "" if head else quant.ALL_BUT_HEAD
-            quantized = quant.rounded_model(model, setting, include, linear_head=head)
-            rounded = validation_loss_nats(loaded.config, loaded.params, inputs, model=quantized)
-            metrics[f"perplexity_{name}{suffix}"] = perplexity(rounded)
-            on_progress(name + suffix)
-    return metrics
+    heads = {"": False, "_with_head": True} if quantize_head else {"": False}
+    models = {
+        name + suffix: quant.rounded_model(
+            loaded.config.model, setting, "" if head else quant.ALL_BUT_HEAD, linear_head=head
+        )
+        for name, setting in settings.items()
+        for suffix, head in heads.items()
+    }
+    return _perplexities(loaded, inputs, models, on_progress)
 
 
 def rotated_perplexities(
@@ -268,15 +239,9 @@ def rotated_perplexities(
       UserError: For a model that cannot be rotated.
     """
     params, config, wrap = quant.rotate_after_training(loaded.params, loaded.config.model)
-    metrics = {}
-    for name, setting in settings.items():
-        model = quant.rounded_model(config, setting)
-        rotated = model.clone(linear=wrap(model.linear))
-        metrics[f"perplexity_{name}_rotated"] = perplexity(
-            validation_loss_nats(loaded.config, params, inputs, model=rotated)
-        )
-        on_progress(f"{name} after a rotation")
-    return metrics
+    models = {f"{name}_rotated": quant.rounded_model(config, setting) for name, setting in settings.items()}
+    models = {name: model.clone(linear=wrap(model.linear)) for name, model in models.items()}
+    return _perplexities(loaded._replace(params=params), inputs, models, on_progress)
 
 
 def cached_perplexities(
@@ -285,13 +250,19 @@ def cached_perplexities(
     caches: Mapping[str, tuple[int, int]],
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> Metrics:
-    """Measures the perplexity with keys and values of few bits, `perplexity_<cache>`.
+    """Measures `perplexity_<cache>` with keys and values of few bits.
 
     `caches` is name -> (bits, number of first tokens that stay float), as for `quant.rounded_cache`.
     """
+    models = {name: quant.rounded_cache(loaded.model, bits, first) for name, (bits, first) in caches.items()}
+    return _perplexities(loaded, inputs, models, on_progress)
+
+
+def _perplexities(
+    loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Transformer], on_progress: Callable[[str], object]
+) -> Metrics:
     metrics = {}
-    for name, (bits, first) in caches.items():
-        model = quant.rounded_cache(loaded.model, bits, first)
+    for name, model in models.items():
         loss = validation_loss_nats(loaded.config, loaded.params, inputs, model=model)
         metrics[f"perplexity_{name}"] = perplexity(loss)
         on_progress(name)
@@ -396,13 +367,15 @@ def evaluation_stages(
 
 
 @functools.cache
-def _observing_text(in_full: bool = False, **options: bool) -> Callable[..., tuple[Any, ...]]:
+def _observing_text(**options: bool) -> Callable[..., tuple[Any, ...]]:
     """Always returns the same function for these options, so that its programs are found again."""
 
     def observe(taps: analysis.Taps, basis: jax.Array | None, special: jax.Array | None = None) -> tuple[Any, ...]:
         special = None if special is None else special[:, : taps.residual.shape[1]]  # of a row, its inputs
         statistics = analysis.observe_language_model(taps, basis=basis, special=special, **options)
-        return (statistics, *((analysis.observe_predictors(taps), analysis.observe_extremes(taps)) if in_full else ()))
+        if not options.get("by_head"):
+            return (statistics,)
+        return statistics, analysis.observe_predictors(taps), analysis.observe_extremes(taps)
 
     return observe
 
