@@ -1,23 +1,26 @@
 """The measurement of a model for its card, in stages that are kept."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from orthojax import analysis, quant
-from orthojax.cards.stages import Stages
 from orthojax.config import Config
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
-from orthojax.files import finite
+from orthojax.files import finite, kept, read_with_digest
 from orthojax.model import LoadedModel, Transformer
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train import Inputs, evaluate_by_head, rounded_perplexities
 from orthojax.train.evaluation import (
+    Settings,
     cached_perplexities,
     knock_out,
     rotated_perplexities,
@@ -33,8 +36,48 @@ CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and 
 SINKS = 4  # tokens that stay in view when a text is streamed
 _PROPAGATED, _PROPAGATED_ROWS, _STREAMED_ROWS = ("int8_coarse", "w4a4"), 2, 4
 
-Settings = Mapping[str, quant.QuantizationSetting]
 Plan = dict[str, tuple[Callable[[], dict[str, Any]], tuple[Any, ...]]]  # stage -> its function, and options of it
+
+
+class Stages:
+    """The finished parts of a measurement, each in its own file."""
+
+    def __init__(self, folder: Path | None, subject: Any = None, say: Callable[[str], object] = lambda what: None):
+        """Keeps parts in an existing folder, None for none; those there of the same JSON value `subject` are reused."""
+        self._folder, self._subject, self._say = folder, subject, say
+
+    def __call__(self, name: str, compute: Callable[[], Any], *options: Any) -> Any:
+        """Returns the JSON value that `compute` makes, or made earlier with these options; arrays become lists.
+
+        For a UserError it is {"left_out": its message}, and is not kept.
+        """
+        plain = lambda: json.loads(json.dumps(compute(), default=lambda array: array.tolist()))  # noqa: E731
+        try:
+            part = self._kept(self._folder, name, plain, options) if self._folder else plain()
+        except UserError as error:
+            part = {"left_out": str(error).partition("\n")[0]}
+        self._say(name)
+        return part
+
+    def _kept(self, folder: Path, name: str, compute: Callable[[], Any], options: Any) -> Any:
+        path, subject = folder / f"{name}.json", json.dumps({"of": self._subject, "with": options})
+        key, kept_key = hashlib.sha256(subject.encode()).hexdigest(), None
+        with contextlib.suppress(UserError):  # a missing or damaged part is computed
+            kept_key = read_with_digest(path, "stage").get("of")
+        if kept_key != key:
+            path.unlink(missing_ok=True)
+        return kept(path, "stage", lambda: {"of": key, "found": compute()})["found"]
+
+
+def identity(place: Path, workdir: Path) -> list[Any]:
+    """Returns the names, sizes and times of a model's files, which change with them, without those in the workdir."""
+    own = workdir.resolve()
+    files = (
+        [place]
+        if place.is_file()
+        else sorted(path for path in place.rglob("*") if path.is_file() and own not in path.resolve().parents)
+    )
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def default_settings(quick: bool = False) -> Settings:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from orthojax import analysis
-from orthojax.cards.measures import Measured, Settings, default_settings, measure, plan, prepared
-from orthojax.cards.stages import Stages
+from orthojax.cards.measures import Measured, Settings, Stages, default_settings, measure, plan, prepared
 from orthojax.cards.text import rows_of_ids
 from orthojax.errors import UserError
 from orthojax.files import parse_json, require_file

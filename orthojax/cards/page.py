@@ -122,10 +122,6 @@ def _of(key: str, words: str | None = None, show: Callable[[float], str] = numbe
     return Quantity(key if words is None else words, lambda numbers: numbers[key], show)
 
 
-def _whole(value: float) -> str:
-    return f"{value:.0f}"
-
-
 def _table(caption: str, heading: str, entries: Entries, columns: Sequence[str | Quantity]) -> list[Table]:
     """Returns the table of some entries; none without entries. A column that no entry has is left out."""
     results = Results({str(i): Result(name, None, {0: Numbers(of)}) for i, (name, of) in enumerate(entries)})
@@ -144,7 +140,10 @@ def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
                      _of("last_state_error", "error of the last state")])  # fmt: skip
     tables += _table(f"{name}, keys and values of few bits", "cache", named("kv_cache", "format"),
                      [_of("perplexity"), lost, _of("bytes_per_token", "bytes per token")])  # fmt: skip
-    place = [_of(key, show=_whole) for key in ("layer", "channel", "head", "position", "rows", "layers")]
+    place = [
+        _of(key, show=lambda value: f"{value:.0f}")
+        for key in ("layer", "channel", "head", "position", "rows", "layers")
+    ]
     tables += _table(f"{name}, largest activations", "token", named("largest_activations", "text", repr),
                      [_of("value", "largest |x|"), _of("over_median", "over the median"), *place,
                       _of("massive", "", lambda massive: "massive" if massive else "")])  # fmt: skip
@@ -161,14 +160,16 @@ def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
 
 def _by_layer(measured: Measured) -> list[dict[str, float]]:
     """Returns the metrics of each layer, named without the layer."""
-    names = [name for name in analysis.CATALOGUE if f"{name}/layer_0" in measured.metrics]
-    keys = [{name: f"{name}/layer_{i}" for name in names} for i in range(measured.config.model.num_layers)]
-    return [{name: measured.metrics[key] for name, key in of.items() if key in measured.metrics} for of in keys]
+    layers = [
+        {name: f"{name}/layer_{i}" for name in analysis.CATALOGUE} for i in range(measured.config.model.num_layers)
+    ]
+    return [{name: measured.metrics[key] for name, key in of.items() if key in measured.metrics} for of in layers]
 
 
 def _layer_table(name: str, measured: Measured) -> Table:
     arrays, layers = measured.arrays, _by_layer(measured)
     columns: list[str | Quantity] = list(layers[0])
+    at = 1 + len(columns)
     for part, words in {"attention": "attention", "mlp": "the MLP"}.items():
         if (changes := arrays.get(f"knocked_out_{part}")) is not None:
             columns.append(_of(part, f"loss change without {words} (nats)", signed))
@@ -176,11 +177,14 @@ def _layer_table(name: str, measured: Measured) -> Table:
     (table,) = _table(f"{name}, by layer", "layer", [(str(i), of) for i, of in enumerate(layers)], columns)
     if "max_abs_by_channel" not in arrays:
         return table
-    rows = []
-    for row, channels in zip(table.rows, arrays["max_abs_by_channel"], strict=True):
+    texts = ["largest channels"]
+    for channels in arrays["max_abs_by_channel"]:
         top = np.argsort(-channels, kind="stable")[:3]
-        rows.append([*row, ", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top)])
-    return table._replace(columns=[*table.columns, "largest channels"], rows=rows)
+        texts.append(", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top))
+    columns, *rows = (
+        [*row[:at], text, *row[at:]] for row, text in zip((table.columns, *table.rows), texts, strict=True)
+    )
+    return Table(table.caption, columns, rows)
 
 
 def _by_head(measured: Measured) -> dict[str, np.ndarray]:
@@ -196,11 +200,9 @@ def _head_table(name: str, measured: Measured) -> Table:
     places = [divmod(int(place), N) for place in order]
     entries = [(f"layer {layer}, head {head}", {metric: float(x[layer, head]) for metric, x in arrays.items()})
                for layer, head in places]  # fmt: skip
-    columns = [
-        _of(metric, "loss change without it (nats)") if metric == "knocked_out_head" else metric for metric in arrays
-    ]
-    (table,) = _table(f"{name}, heads with the most attention on the first token", "", entries, columns)
-    return table
+    changed = {"knocked_out_head": _of("knocked_out_head", "loss change without it (nats)")}
+    columns = [changed.get(metric, metric) for metric in arrays]
+    return _table(f"{name}, heads with the most attention on the first token", "", entries, columns)[0]
 
 
 # Pictures.

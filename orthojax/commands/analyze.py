@@ -144,7 +144,7 @@ def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any,
     from tqdm import tqdm
 
     from orthojax import __version__, cards
-    from orthojax.cards.stages import identity
+    from orthojax.cards.measures import identity
     from orthojax.cards.text import read_text
     from orthojax.files import make_folder
     from orthojax.train import load

@@ -139,20 +139,17 @@ def _runs(
 
 def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
     """Returns the rows of one seed of a computation, reusing those that an earlier call kept."""
-    rows = study.rows
+    rows, path = study.rows, workdir / "computed" / f"seed{seed}.json"
     assert rows is not None
-    path = workdir / "computed" / f"seed{seed}.json"
 
-    def made() -> dict[str, Any]:
+    def compute() -> dict[str, Any]:
         print(f"{study.name}: seed {seed}", file=sys.stderr, flush=True)
         path.parent.mkdir(exist_ok=True)
         with jax.enable_x64(True):
-            return {"rows": [
-                row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
-                for row in rows(seed)
-            ]}  # fmt: skip
+            made = [(row, {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}) for row in rows(seed)]
+        return {"rows": [row._asdict() | plain for row, plain in made]}
 
-    computed = kept(path, "computed rows", made)
+    computed = kept(path, "computed rows", compute)
     check(computed, COMPUTED, str(path))
     return [{"variant": row["variant"], "seed": seed, **row} for row in computed["rows"]]
 

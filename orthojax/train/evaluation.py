@@ -25,6 +25,8 @@ from orthojax.train.optimizer import imported, shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
+Settings = Mapping[str, quant.QuantizationSetting]
+Say = Callable[[str], object]  # called with the name of each part once it is done
 _Observe = Callable[..., analysis.Statistics]
 
 
@@ -74,7 +76,7 @@ def _mean(sums: Any) -> float:
     return sum(map(float, totals)) / sum(map(float, counts))
 
 
-def settings_that_do_not_fit(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> dict[str, str]:
+def settings_that_do_not_fit(loaded: LoadedModel, settings: Settings) -> dict[str, str]:
     """Returns name -> reason for settings whose groups do not divide the input features of a kernel."""
     found = {}
     for name, setting in settings.items():
@@ -92,10 +94,10 @@ def evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
     *,
-    settings: Mapping[str, quant.QuantizationSetting] | None = None,
+    settings: Settings | None = None,
     quantize_head: bool = False,
     post_attention: bool = False,
-    on_progress: Callable[[str], object] = lambda what: None,
+    on_progress: Say = lambda what: None,
 ) -> Metrics:
     """Measures all metrics of a trained model; `evaluation_stages` gives the number of parts.
 
@@ -197,7 +199,7 @@ def _join(a: Any, b: Any) -> Any:
     return tuple(join(x, y) for join, x, y in zip(joins, a, b, strict=False))
 
 
-def _require_fitting(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> None:
+def _require_fitting(loaded: LoadedModel, settings: Settings) -> None:
     for name, reason in settings_that_do_not_fit(loaded, settings).items():
         raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
 
@@ -205,10 +207,10 @@ def _require_fitting(loaded: LoadedModel, settings: Mapping[str, quant.Quantizat
 def rounded_perplexities(
     loaded: LoadedModel,
     inputs: Inputs,
-    settings: Mapping[str, quant.QuantizationSetting],
+    settings: Settings,
     *,
     quantize_head: bool = False,
-    on_progress: Callable[[str], object] = lambda what: None,
+    on_progress: Say = lambda what: None,
 ) -> Metrics:
     """Measures the perplexity at each of `settings`; arguments and names are as for `evaluate`.
 
@@ -217,21 +219,14 @@ def rounded_perplexities(
     """
     _require_fitting(loaded, settings)
     heads = {"": False, "_with_head": True} if quantize_head else {"": False}
-    models = {
-        name + suffix: quant.rounded_model(
-            loaded.config.model, setting, "" if head else quant.ALL_BUT_HEAD, linear_head=head
-        )
-        for name, setting in settings.items()
-        for suffix, head in heads.items()
-    }
+    model = functools.partial(quant.rounded_model, loaded.config.model)
+    models = {name + suffix: model(setting, "" if head else quant.ALL_BUT_HEAD, linear_head=head)
+              for name, setting in settings.items() for suffix, head in heads.items()}  # fmt: skip
     return _perplexities(loaded, inputs, models, on_progress)
 
 
 def rotated_perplexities(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    settings: Mapping[str, quant.QuantizationSetting],
-    on_progress: Callable[[str], object] = lambda what: None,
+    loaded: LoadedModel, inputs: Inputs, settings: Settings, on_progress: Say = lambda what: None
 ) -> Metrics:
     """Measures `perplexity_<setting>_rotated` at each of `settings` after `quant.rotate_after_training`.
 
@@ -245,10 +240,7 @@ def rotated_perplexities(
 
 
 def cached_perplexities(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    caches: Mapping[str, tuple[int, int]],
-    on_progress: Callable[[str], object] = lambda what: None,
+    loaded: LoadedModel, inputs: Inputs, caches: Mapping[str, tuple[int, int]], on_progress: Say = lambda what: None
 ) -> Metrics:
     """Measures `perplexity_<cache>` with keys and values of few bits.
 
@@ -258,9 +250,7 @@ def cached_perplexities(
     return _perplexities(loaded, inputs, models, on_progress)
 
 
-def _perplexities(
-    loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Transformer], on_progress: Callable[[str], object]
-) -> Metrics:
+def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Transformer], on_progress: Say) -> Metrics:
     metrics = {}
     for name, model in models.items():
         loss = validation_loss_nats(loaded.config, loaded.params, inputs, model=model)
@@ -354,12 +344,7 @@ def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4)
     return metrics
 
 
-def evaluation_stages(
-    config: Config,
-    settings: Mapping[str, quant.QuantizationSetting] | None = None,
-    *,
-    quantize_head: bool = False,
-) -> int:
+def evaluation_stages(config: Config, settings: Settings | None = None, *, quantize_head: bool = False) -> int:
     """Returns the number of times that `evaluate` calls `on_progress`."""
     if config.data.kind == "bigram_backcopy":
         return 1
