@@ -140,10 +140,8 @@ def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
                      _of("last_state_error", "error of the last state")])  # fmt: skip
     tables += _table(f"{name}, keys and values of few bits", "cache", named("kv_cache", "format"),
                      [_of("perplexity"), lost, _of("bytes_per_token", "bytes per token")])  # fmt: skip
-    place = [
-        _of(key, show=lambda value: f"{value:.0f}")
-        for key in ("layer", "channel", "head", "position", "rows", "layers")
-    ]
+    places = ("layer", "channel", "head", "position", "rows", "layers")
+    place = [_of(key, show=lambda value: f"{value:.0f}") for key in places]
     tables += _table(f"{name}, largest activations", "token", named("largest_activations", "text", repr),
                      [_of("value", "largest |x|"), _of("over_median", "over the median"), *place,
                       _of("massive", "", lambda massive: "massive" if massive else "")])  # fmt: skip
@@ -160,31 +158,29 @@ def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
 
 def _by_layer(measured: Measured) -> list[dict[str, float]]:
     """Returns the metrics of each layer, named without the layer."""
-    layers = [
-        {name: f"{name}/layer_{i}" for name in analysis.CATALOGUE} for i in range(measured.config.model.num_layers)
-    ]
-    return [{name: measured.metrics[key] for name, key in of.items() if key in measured.metrics} for of in layers]
+    metrics, L = measured.metrics, measured.config.model.num_layers
+    keys = [{name: f"{name}/layer_{i}" for name in analysis.CATALOGUE} for i in range(L)]
+    return [{name: metrics[key] for name, key in of_layer.items() if key in metrics} for of_layer in keys]
 
 
 def _layer_table(name: str, measured: Measured) -> Table:
     arrays, layers = measured.arrays, _by_layer(measured)
-    columns: list[str | Quantity] = list(layers[0])
-    at = 1 + len(columns)
+    quantities: list[str | Quantity] = list(layers[0])
+    at = 1 + len(quantities)
     for part, words in {"attention": "attention", "mlp": "the MLP"}.items():
         if (changes := arrays.get(f"knocked_out_{part}")) is not None:
-            columns.append(_of(part, f"loss change without {words} (nats)", signed))
+            quantities.append(_of(part, f"loss change without {words} (nats)", signed))
             layers = [of | {part: float(change)} for of, change in zip(layers, changes, strict=True)]
-    (table,) = _table(f"{name}, by layer", "layer", [(str(i), of) for i, of in enumerate(layers)], columns)
+    (table,) = _table(f"{name}, by layer", "layer", [(str(i), of) for i, of in enumerate(layers)], quantities)
     if "max_abs_by_channel" not in arrays:
         return table
     texts = ["largest channels"]
     for channels in arrays["max_abs_by_channel"]:
         top = np.argsort(-channels, kind="stable")[:3]
         texts.append(", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top))
-    columns, *rows = (
-        [*row[:at], text, *row[at:]] for row, text in zip((table.columns, *table.rows), texts, strict=True)
-    )
-    return Table(table.caption, columns, rows)
+    whole = zip((table.columns, *table.rows), texts, strict=True)
+    head, *rows = ([*row[:at], text, *row[at:]] for row, text in whole)
+    return table._replace(columns=list(map(str, head)), rows=rows)
 
 
 def _by_head(measured: Measured) -> dict[str, np.ndarray]:
