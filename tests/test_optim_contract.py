@@ -1,6 +1,7 @@
 """The contract that every optax optimizer is held to, for OrthoAdam."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.optim import Rotation, orthoadam, scale_by_orthoadam
+from orthojax.optim import Rotation, in_rotated_basis, orthoadam, rotate, rotation, scale_by_orthoadam, unrotate
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -129,6 +130,42 @@ def test_wrapped_optimizers_step_as_the_plain_one(name, kind):
         params, want = params["mlp"], want["mlp"]
     assert_same(params, want, atol=1e-5)
     assert kinds_of(state) == start
+
+
+def parts(kind):
+    r = Rotation(kind, axes="output")
+    adam = optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))
+    return wrapped(kind) | {
+        "orthoadam": orthoadam(0.1, rotation=r, mu_dtype=jnp.bfloat16, nu_dtype=jnp.float32),
+        "scale_by_orthoadam": scale_by_orthoadam(rotation=r),
+        "rotate": rotate(r),
+        "unrotate": unrotate(r),
+        "parts": adam,
+        "in_rotated_basis": in_rotated_basis(optax.lion(0.1), r),
+        "ema": optax.chain(adam, optax.ema(0.9)),
+    }
+
+
+@pytest.mark.parametrize("kind", typing.get_args(rotation.Kind))
+def test_no_two_leaves_of_a_fresh_state_share_a_buffer(kind):
+    """Such a buffer could not be donated; on several devices XLA ends the process."""
+    for name, optimizer in parts(kind).items():
+        leaves = [leaf for leaf in jax.tree.leaves(optimizer.init(mixed())) if leaf.size]
+        assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves), name
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_state_of_eager_init_is_donated(devices):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for optimizer in (parts("hadamard")["parts"], orthoadam(0.1, rotation=Rotation("haar", axes="output"))):
+        params = mixed()
+        params, state = jax.device_put((params, optimizer.init(params)), everywhere)
+        step = jax.jit(functools.partial(one_step, optimizer), donate_argnums=2, compiler_options=QUICK)
+        for _ in range(2):
+            held = jax.tree.leaves(state)
+            params, state = step(params, mixed(5), state)
+        assert all(leaf.is_deleted() for leaf in held if leaf.ndim)
 
 
 # Odd trees.
