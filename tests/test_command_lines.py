@@ -170,6 +170,22 @@ REFUSED = {
     "no model to analyze": ("analyze", [], ["--model"]),
     "an unknown model": ("analyze", ["--model=smolm2", "--workdir=new"], ["smolm2"]),
 }  # fmt: skip
+ADDRESSED = {
+    "train": "--workdir=A --config=A --cache_dir=A --compile_cache=A --config.train.init_from=A",
+    "evaluate": "--checkpoint=A --workdir=A",
+    "analyze": "--model=A --model=name=A --workdir=A --token_ids=A --tokenizer=A --card=A",
+    "generate": "--model=A --prompt_file=A --tokenizer=A",
+    "inspect_checkpoint": "A",
+    "prepare_data": "--output=A --tfds_dir=A",
+    "reproduce": "--workdir=A --runs_dir=A --cache_dir=A --report=A --model=A",
+}
+REFUSED |= {
+    f"{script}, an address as {flag}": (script, [flag.replace("A", "gs://bucket/x")], ["gs://bucket/x is an address"])
+    for script, flags in ADDRESSED.items()
+    for flag in flags.split()
+}
+TOKENS = ["--config.data.kind=tokens", "--config.data.paths=s3://b/train.bin,s3://b/validation.bin"]
+REFUSED["an address of token files"] = ("train", [*TOKENS, "--workdir=new"], ["s3://b/train.bin is an address"])
 
 
 @pytest.mark.parametrize("case", REFUSED)

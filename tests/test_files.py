@@ -2,11 +2,14 @@
 
 import errno
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from orthojax import files
 from orthojax.errors import UserError, as_user_error
+from orthojax.places import find_checkpoint, find_place
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,24 @@ def test_json_object_is_written_and_read(tmp_path):
     files.write_text(path, '{"a": [1, 2.5, "\u00e9"]}')
     assert files.read_json(path, "report") == {"a": [1, 2.5, "\u00e9"]}
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket", "hf://datasets/x", "file:///x", "memory://x"])
+def test_addresses_are_no_paths(tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "C").mkdir()
+    for refuse in (
+        lambda path: files.make_folder(path, "workdir"),
+        lambda path: files.require_file(path, "token file"),
+        lambda path: files.read_json(path, "config"),
+        find_place,
+        find_checkpoint,
+    ):
+        with pytest.raises(UserError, match=re.escape(address.replace(":///", "://")) + " is an address"):
+            refuse(Path(address))
+    for path in ("a:b", "C:/x", "a/b://c", "C"):
+        files.require_local(path, "workdir")
+    assert [path.name for path in tmp_path.iterdir()] == ["C"]
 
 
 def test_only_regular_files_are_read(tmp_path):

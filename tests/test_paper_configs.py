@@ -83,7 +83,7 @@ def test_rows_of_ablation_are_what_their_names_say():
     runs = models.ablation("paper")
     assert list(runs) == list(paper.TABLE_5)
     for name, run in runs.items():
-        optimizer = run.optim.optimizer + "_momentum" * (run.optim.momentum > 0)
+        optimizer = run.optim.optimizer + "_momentum" * bool(run.optim.momentum)
         parts = (optimizer, run.model.norm, run.model.position, "biases" * run.model.use_bias, run.model.normalizer)
         assert name == "_".join(filter(None, parts))
     assert runs["sgd_momentum_rmsnorm_single_learned_softmax1"] == config("paper/ablation_130m_sgd")

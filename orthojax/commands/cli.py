@@ -22,6 +22,7 @@ from absl import app, flags, logging
 from orthojax.config import Config, describe_fields, describe_type, field_paths, flatten, from_json, nearest_field
 from orthojax.config import replace as replace_fields
 from orthojax.errors import Interrupted, UserError, as_user_error, how_to_install, nearest, printable
+from orthojax.files import require_local
 
 _PACKAGE = Path(__file__).parents[1]
 _SHIPPED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
@@ -34,6 +35,8 @@ _KEEP_FREED_MEMORY = {
     -2: 500_000_000,  # M_TOP_PAD: the heap grows by 500 MB at a time
     -8: 1,  # M_ARENA_MAX: one heap, since what threads allocate in heaps of their own is mapped
 }
+
+_MAY_BE_ADDRESSES = ("prompt", "system", "attention_of", "input", "text")  # texts, or read through fsspec
 
 _overrides: dict[str, str] = {}
 
@@ -102,6 +105,7 @@ def load_config() -> Config:
 
 def _found(path: Path) -> Path:
     """Returns the file of a config; one from the package is found in any folder, as configs/NAME.py or NAME."""
+    require_local(path, "config file")
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     shipped = name if name.suffix or not homes else name.with_suffix(".py")
@@ -237,6 +241,11 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):
         raise UserError(f"{len(rest)} arguments given", allowed=positional if several else f"exactly one: {positional}")
+    values = [(flag.name, flag.value) for flag in _own_flags() if flag.name not in _MAY_BE_ADDRESSES]
+    values += [("positional argument", argument) for argument in rest]
+    for name, value in values:
+        for path in value if isinstance(value, list) else [value]:
+            require_local(str(path), f"--{name}" if name in flags.FLAGS else name)
     if rest and not positional:
         hint = _nearest_flag(rest[0].partition("=")[0])
         raise UserError(f"unexpected argument {rest[0]!r}", allowed=allowed, hint=hint)

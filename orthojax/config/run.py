@@ -55,7 +55,7 @@ class OptimConfig:
       b1: Decay of the first moment, if there is one (for Lion, the first of its two).
       b2: Decay of the second moment, if there is one (for Lion, of its momentum).
       eps: Added to the root of the second moment.
-      momentum: Momentum of `sgd` and `muon`; 0 for plain SGD.
+      momentum: Momentum of `sgd` and `muon`; None is 0.95 for `muon` and 0, plain SGD, for `sgd`.
       muon_embeddings: With `muon`, the optimizer of the embeddings and the head. OSP, arXiv 2506.19697, compares
         `muon`, there for all matrices, with `adam`; `orthoadam` is Adam in the basis of `rotation`, along d_model. None
         is Adam for embeddings and Muon for an untied head.
@@ -74,7 +74,7 @@ class OptimConfig:
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    momentum: float = 0.0
+    momentum: float | None = None
     muon_embeddings: Literal["muon", "adam", "orthoadam"] | None = None
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
@@ -83,6 +83,8 @@ class OptimConfig:
 
     def __post_init__(self):
         check_types(self, "optim")
+        if self.momentum == 0.0 and self.optimizer != "muon":  # as configs of 0.1.0 say
+            object.__setattr__(self, "momentum", None)
         known = get_args(OptimizerName)
         if self.optimizer not in known and not re.fullmatch(r"[\w.]+:\w+", self.optimizer):
             problem = f"optim.optimizer={self.optimizer!r} is not valid"
@@ -95,9 +97,9 @@ class OptimConfig:
         require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
         require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none, or a finite number > 0")
         require(
-            self.momentum == 0.0 or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
+            self.momentum is None or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
             f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
-            "0, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
+            "none, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
         )
         chosen = f"optim.muon_embeddings={self.muon_embeddings!r}"
         require(
@@ -110,6 +112,11 @@ class OptimConfig:
             f"{chosen} with optim.rotated={self.rotated}, optim.rotation.embeddings={self.rotation.embeddings}",
             "optim.rotated=false, which rotates all parameters, and optim.rotation.embeddings=true",
         )
+
+    @property
+    def momentum_or_default(self) -> float | None:
+        """The momentum with which `sgd` or `muon` runs; None for other optimizers, unless it is set."""
+        return {"muon": 0.95, "sgd": 0.0}.get(self.optimizer) if self.momentum is None else self.momentum
 
     @property
     def is_rotated(self) -> bool:

@@ -349,7 +349,8 @@ def _notes(results: Results) -> list[str]:
         notes.append(", ".join([*(provenance[key] for key in ("date", "device") if key in provenance), *versions]))
     for entry in provenance.get("data", ()):
         tokens = f", {entry['train']['n_tokens']:,} training tokens" if "train" in entry else ""
-        notes.append(f"{entry['source']}{tokens}, sha256 {entry.get('source_sha256', 'unknown')}")
+        sha256 = f", sha256 {entry['source_sha256']}" if "source_sha256" in entry else ""
+        notes.append(f"{entry['source']}{tokens}{sha256}")
     if "wall_seconds" in provenance:
         notes.append(f"{duration(provenance['wall_seconds'])} of training and computing, summed over runs")
     return notes

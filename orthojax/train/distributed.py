@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from orthojax.errors import UserError
+from orthojax.files import require_local
 
 T = TypeVar("T")
 
@@ -166,6 +167,7 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
     if folder or (folder is None and settings.jax_enable_compilation_cache):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
         path = Path(folder or settings.jax_compilation_cache_dir or cache / "orthojax" / "xla")
+        require_local(path, "folder of compiled programs")
         try:
             str(path).encode()  # XLA takes no other path
             path.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ Layout = Callable[[str], jax.sharding.Sharding | None]
 
 _WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output", "embedding_output")
 _AT_D_MODEL = (*_WRITERS, "_norm_gate/output")  # whose last axis is d_model
+_OURS = ("kernel", "embedding", "scale", "bias", "sink")  # names of parameters
 _TABLES = ("token_embedding", "position_embedding", "head")
 
 
@@ -91,16 +92,22 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
     """Makes Muon for kernels, Adam for vectors, and what the config asks for on embeddings and the head.
 
     All updates have Adam's usual size, 0.2 RMS.
+
+    Raises:
+      UserError: In `init`, for parameters with names of another model, which would silently get Adam.
     """
 
     def labels(params: optax.Params) -> optax.Params:
-        def of(path: tuple[Any, ...], _: Any) -> str:
+        def label(path: tuple[Any, ...], leaf: Any) -> str:
             module, _, name = leaf_path(path).rpartition("/")
+            if leaf.ndim > 1 and name not in _OURS:
+                problem = f"optim.optimizer='muon' does not know the parameter {leaf_path(path)!r} {leaf.shape}"
+                raise UserError(problem, allowed="orthojax's own model, whose kernels it finds by name")
             if config.muon_embeddings and module in _TABLES:
                 return config.muon_embeddings
             return "muon" if name == "kernel" else "adam"
 
-        return jax.tree_util.tree_map_with_path(of, params)
+        return jax.tree_util.tree_map_with_path(label, params)
 
     def dimensions(params: optax.Params) -> Any:
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
@@ -109,7 +116,7 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
         # All singular values are about 1, so that the RMS is 1 / sqrt(longer side).
         return jax.tree.map(lambda u: u * (0.2 * max(u.shape[-2:]) ** 0.5), updates)
 
-    muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
+    muon = optax.contrib.scale_by_muon(beta=config.momentum_or_default, weight_dimension_numbers=dimensions)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     parts: dict[Any, optax.GradientTransformation] = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
     if config.muon_embeddings == "orthoadam":

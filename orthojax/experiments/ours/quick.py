@@ -32,6 +32,7 @@ QUICK = Study(
             {name: {"model.normalizer": name} for name in ("softmax", "softmax1", "relu")},
         ),
     },
+    seeds=(20,),  # the first of the five that are published
     note="vanilla and cured have the same initial parameters and batches, RMSNorm with one scale and no biases; they "
     "differ in the attention normalizer and the optimizer only. Setting and criteria were chosen on vanilla models of "
     "other seeds. Kurtosis is 3 for Gaussian channels and grows as a few of them exceed the others. In Bigram-Backcopy "
