@@ -24,6 +24,7 @@ from orthojax.ops.attention import relaxed_causal_mask, xla
 
 B, T, S, N, H = 2, 5, 7, 4, 8
 IMPLEMENTATIONS = ["xla", "xla_chunked"]
+ALL_IMPLEMENTATIONS = [*IMPLEMENTATIONS, "cudnn", "splash"]
 _slow = pytest.mark.slow
 
 
@@ -282,6 +283,30 @@ def test_on_a_mesh_nothing_travels(implementation):
     assert not [word for word in ("all-gather", "all-to-all", "all-reduce") if word in compiled.as_text()]
     for got, expected in zip(compiled(q, k, v), jax.jit(gradients)(q, k, v), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+def test_over_a_mesh_learned_sinks_and_their_gradients_are_the_definition(attend):
+    rows, tolerances = jax.P("data", None, "tensor"), dict.fromkeys(("rtol", "atol", "slope_tolerance"), 1e-5)
+
+    def placed(*arrays, normalizer, **options):
+        arrays = (jax.lax.with_sharding_constraint(a, rows) for a in arrays)
+        return attend(*arrays, normalizer=jax.lax.with_sharding_constraint(normalizer, jax.P("tensor")), **options)
+
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        arrays = qkv(10, 10, 2, batch=4)
+        output, _ = check_definition(placed, arrays, NORMALIZERS["sink"], is_causal=True, **tolerances)
+    assert output.sharding.shard_shape(output.shape) == (1, 10, 2, 8)
+
+
+@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+def test_a_query_sees_as_many_keys_as_its_window_has(attend):
+    t, windows, (q, k, _) = 12, (1, 4, 12), _arrays(12, 12, 2)
+    v = jnp.broadcast_to(jnp.eye(t)[None, :, None], (B, t, 2, t))  # so that the output is the weights
+    attended = jax.jit(lambda *a: [attend(*a, is_causal=True, local_window_size=(w - 1, 0)) for w in windows])
+    for window, output in zip(windows, attended(q, k, v), strict=True):
+        wanted = np.minimum(window, np.arange(t) + 1)[None, :, None]
+        np.testing.assert_array_equal((output != 0).sum(-1), np.broadcast_to(wanted, (B, t, N)))
 
 
 @pytest.mark.parametrize(("relaxed", "window"), [(0, None), (1, None), (5, None), (8, None), (5, 3), (0, 2)])

@@ -5,8 +5,10 @@ Its numbers are those of the contract in test_attention.py.
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
+import jax._src.cudnn.fused_attention_stablehlo as vendor
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.ops.attention import cudnn, dot_product_attention
+from orthojax.ops.attention.cudnn_kernel import private_module
 
 B, N, H = 2, 4, 8
 SINK = jnp.asarray(SINK64, jnp.float32)
@@ -290,6 +293,20 @@ def test_explicit_axes_unknown_to_the_kernel_are_refused():
         placed = jax.device_put(q, NamedSharding(mesh, spec))
         with pytest.raises(NotImplementedError, match=problem):
             dot_product_attention(placed, k, k, implementation="cudnn")
+
+
+@pytest.mark.parametrize("name", ["fwd_p_wrapper", "bwd_p_wrapper", "MaskType"])
+def test_private_names_of_another_form_are_said(name, monkeypatch):
+    def bind(*arrays, name_of_a_later_jax, **parameters):
+        raise AssertionError
+
+    name = name if name == "MaskType" else f"_dot_product_attention_{name}"
+    monkeypatch.setattr(vendor, name, SimpleNamespace(bind=bind))
+    monkeypatch.setattr(cudnn, "private_module", private_module.__wrapped__)  # what is remembered is of another jax
+    with pytest.raises(NotImplementedError, match="keeps its cuDNN primitives"):
+        _cudnn(*HALF[:3])
+    with jax.default_device("gpu"), pytest.warns(UserWarning, match="falls back.*keeps its cuDNN primitives"):
+        jax.eval_shape(partial(dot_product_attention, is_causal=True), *HALF[:3])
 
 
 def test_on_a_cpu_the_kernel_is_unavailable():

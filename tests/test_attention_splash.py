@@ -1,6 +1,8 @@
 """The TPU kernel without a TPU: its numbers in interpret mode, its structure by lowering for TPUs."""
 
 import re
+import runpy
+import sys
 from collections import Counter
 
 import jax
@@ -13,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.ops import dot_product_attention
+from orthojax.ops.attention import splash
+from orthojax.ops.attention.inputs import prepare_inputs
 
 SINKS = np.array([0.3, -1.0, 2.0, -np.inf])
 ENDS = {"query_seq_lengths": np.array([3, 100]), "key_value_seq_lengths": np.array([70, 0])}
@@ -190,6 +194,29 @@ def test_what_the_kernel_does_not_support_is_named(options, problem):
     arrays = [jnp.asarray(a, dtype) for a, dtype in zip(qkv(128, 128), dtypes, strict=True)]
     with pytest.raises(NotImplementedError, match=problem):
         dot_product_attention(*arrays, implementation="splash", **options)
+
+
+def test_a_kernel_of_another_form_is_named(monkeypatch):
+    def problem():
+        return runpy.run_path(splash.__file__)["unsupported"](prepare_inputs(*BATCH[:3], normalizer="softmax1"))
+
+    assert problem() == ""
+    monkeypatch.setattr(splash.kernels, "attention_reference", lambda mask, q, k, v, segment_ids: None)
+    assert "has no sinks" in problem()
+    name = splash.kernels.__name__
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+    assert "has no splash kernel" in problem()
+
+
+def test_an_argument_before_the_sinks_changes_nothing(monkeypatch, unsharded):
+    original = splash.kernels._splash_attention
+
+    def of_a_later_jax(a, b, c, q, k, v, segment_ids=None, new=None, sinks=None, **options):
+        return original(a, b, c, q, k, v, segment_ids, sinks, **options)
+
+    monkeypatch.setattr(splash.kernels, "_splash_attention", of_a_later_jax)
+    assert_near(jax.jit(lambda *arguments: step(*arguments))(*BATCH), unsharded)
 
 
 def test_x64_and_explicit_axes_are_refused():

@@ -94,6 +94,20 @@ def test_injected_hyperparameters(kind):
     assert len(traces) == 1
 
 
+def test_an_injected_schedule_starts_at_step_0():
+    rates = (0.5, 0.25, 0.125)
+    make = functools.partial(orthoadam, rotation=Rotation("hadamard", axes="output"))
+    injected = optax.inject_hyperparams(make)(lambda count: jnp.asarray(rates)[count])
+    optimizers, params = (injected, make(1.0)), mixed()
+    states = [optimizer.init(params) for optimizer in optimizers]
+    for rate in rates:
+        (got, states[0]), (want, states[1]) = (
+            jax.jit(optimizer.update, compiler_options=QUICK)(mixed(5), state, params)
+            for optimizer, state in zip(optimizers, states, strict=True)
+        )
+        assert_same(got, jax.tree.map(lambda u, rate=rate: rate * u, want), atol=1e-5)
+
+
 # Wrappers: each against the plain optimizer.
 
 

@@ -319,6 +319,17 @@ def test_unsupported_windows_are_refused(model_type, fields, name):
         read_config(FAMILIES[model_type], SIZES | fields)
 
 
+def test_a_token_of_a_loaded_model_reads_as_many_as_its_window_has(tmp_path):
+    config = llama2("tiny", **SMALL | {"num_layers": 1}, num_kv_heads=2, attention_window=3)
+    assert write_folder(tmp_path / "model", config, stacked_params(config)) == "mistral"
+    loaded = orthojax.load(tmp_path / "model")
+    tokens = np.tile(np.arange(8), (9, 1))
+    tokens[np.arange(8), np.arange(8)] = 9  # row j has another token j, the last row is unchanged
+    logits = np.asarray(loaded.model.apply({"params": loaded.params}, tokens)[0])
+    reads = (np.abs(logits[:-1] - logits[-1]).max(-1) > 1e-6).sum(0)  # by position
+    np.testing.assert_array_equal(reads, np.minimum(3, np.arange(8) + 1))
+
+
 def test_rotary_positions_of_a_llama_are_those_of_transformers():
     plain = read_config(FAMILIES["llama"], SIZES)
     for fields in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):

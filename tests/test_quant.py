@@ -409,15 +409,25 @@ def test_the_first_keys_and_values_may_stay_float():
 
 @pytest.mark.parametrize("first", [None, 2])
 def test_a_cache_gives_rounded_keys_and_values_too(first):
-    config = dataclasses.replace(LLAMA, num_layers=1)
+    config = dataclasses.replace(LLAMA, scan_layers=True)
     model = quant.rounded_model(config, QuantizationSetting(16, "absmax", "output_channel", keys_and_values=3))
     model = model if first is None else quant.rounded_cache(Transformer(config), 3, first)
-    params, cache = drawn_params(config, 0.3), init_cache(config, len(IDS), 8)
-    whole = model.apply({"params": params}, IDS)[0]
-    _, cache = model.apply({"params": params}, IDS[:, :5], cache=cache)
-    rest, _ = model.apply({"params": params}, IDS[:, 5:], cache=cache)
-    np.testing.assert_allclose(rest, whole[:, 5:], atol=1e-4)
-    assert np.abs(whole - Transformer(config).apply({"params": params}, IDS)[0]).max() > 0.01
+
+    @jax.jit
+    def run(params, cache):
+        def read(cache, tokens):
+            return model.apply({"params": params}, tokens, cache=cache)[::-1]
+
+        whole, (_, prefill) = model.apply({"params": params}, IDS)[0], read(cache, IDS)
+        cache, start = read(cache, IDS[:, :3])
+        rest = jax.lax.scan(read, cache, IDS[:, 3:].T[..., None])[1][:, :, 0]
+        plain = Transformer(config).apply({"params": params}, IDS)[0]
+        return prefill, whole, jnp.concatenate([start, jnp.swapaxes(rest, 0, 1)], 1), plain
+
+    prefill, whole, one_by_one, plain = run(drawn_params(config, 0.3), init_cache(config, len(IDS), 8))
+    np.testing.assert_allclose(prefill, whole, atol=1e-4)
+    np.testing.assert_allclose(one_by_one, prefill, atol=1e-4)
+    assert np.abs(whole - plain).max() > 0.01
 
 
 # Static scales of activations.
@@ -480,6 +490,17 @@ def test_what_has_no_static_scales_is_refused(params):
         quant.static_linear(quant.INT8_COARSE, quant.Calibration({}, {}))(x, x, None, "b")
     still = quant.static_linear(quant.INT8_MODERATE, quant.Calibration({"a": jnp.float32(0)}, {}))
     np.testing.assert_array_equal(still(jnp.zeros((1, 2)), jnp.ones((2, 1)), None, "a"), 0.0)  # a layer without input
+
+
+@pytest.mark.parametrize("setting", [quant.INT8_MODERATE, quant.INT8_COARSE])
+def test_a_layer_whose_input_was_always_zero_is_no_nan(params, setting):
+    params = jax.tree.map(jnp.asarray, params)
+    params["layers_0"]["mlp"]["gate"]["kernel"] *= 0.0
+    calibration = quant.calibrate(Transformer(LLAMA), params, IDS)
+    assert calibration.inputs["layers_0/mlp/output"] == calibration.outputs["layers_0/mlp/output"] == 0.0
+    both = (Transformer(LLAMA, linear=quant.static_linear(setting, calibration)), Transformer(LLAMA))
+    found, plain = (np.asarray(model.apply({"params": params}, IDS)[0]) for model in both)
+    assert 0 < np.abs(found - plain).max() < 0.1 * np.abs(plain).max()
 
 
 # Where the error comes from.

@@ -271,6 +271,19 @@ def test_narrow_float_properties(name, x, power):
     assert (y[x == 0] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("axes", [None, -1])
+def test_nvfp4_of_zeros_and_of_numbers_far_apart(dtype, axes):
+    x = jnp.zeros((4, 40), dtype).at[1].set(1e-30).at[2, 5:30].set(-1e-30).at[2, ::20].set(3e38).at[3].set(3e38)
+    y = nvfp4(x, -1, axes)
+    assert y.dtype == dtype
+    wanted = np.asarray(x, np.float64)
+    wanted[2] = np.where(wanted[2] < 0, 0, wanted[2])
+    wanted[1] *= axes is not None  # a tensor of its own
+    np.testing.assert_allclose(np.asarray(y, np.float64), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(nvfp4(x[:1], -1, axes), 0.0)
+
+
 @pytest.mark.parametrize("name", FLOATS)
 def test_narrow_floats_of_special_values(name):
     function = FLOATS[name]

@@ -427,6 +427,37 @@ def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(
         np.testing.assert_allclose(found[path], wanted, rtol=1e-6, atol=1e-8, err_msg=f"{path} by {name}")
 
 
+def test_muon_updates_stacked_layers_as_single_ones():
+    """Kernels [layers, in, out] by Muon, each layer for itself; vectors [layers, out], which have two axes, by Adam."""
+    optimizer = optimizer_of(OptimConfig(optimizer="muon", momentum=0.7, learning_rate=0.01, warmup_steps=0), 10)
+    sizes = (1.0, 1e-3, 30.0)  # of the layers' gradients
+
+    @jax.jit
+    def updates(first, second):
+        state = optimizer.update(first, optimizer.init(first), first)[1]
+        return optimizer.update(second, state, first)[0]
+
+    by_step = [[jax.tree.map(lambda x, s=s: s * x, random_tree(10 * step + i)["layers_0"]) for i, s in enumerate(sizes)]
+               for step in range(2)]  # fmt: skip
+    stacked = updates(*({"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)} for layers in by_step))
+    single = updates(*({f"layers_{i}": layer for i, layer in enumerate(layers)} for layers in by_step))
+    for i in range(len(sizes)):
+        layer = jax.tree.map(lambda x, i=i: x[i], stacked["layers"])
+        assert_trees_close(layer, single[f"layers_{i}"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-20, 0.0])
+def test_muon_is_blind_to_a_huge_gradient_beside(size):
+    config = OptimConfig(optimizer="muon", momentum=0.7, learning_rate=1.0, warmup_steps=0, clip_norm=1.0)
+    kernels = {name: jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32) for name in "ab"}
+    gradients = {name: {"kernel": kernels[name] * {"a": 1e8, "b": size}[name]} for name in "ab"}
+    optimizer = optimizer_of(config, 10)
+    found = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g)[0])(gradients)
+    a, b = (np.asarray(found[name]["kernel"]) for name in "ab")
+    np.testing.assert_allclose(b, a if size > 1e-20 else 0.0, rtol=0, atol=1e-3)  # 1e-29 after clipping: nothing
+    assert np.sqrt(np.mean(a**2)) == pytest.approx(0.2, rel=0.3)
+
+
 @pytest.mark.parametrize("name", ["no.such.module:adam", "optax:no_such_function"])
 def test_an_optimizer_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UserError, match=name):

@@ -21,6 +21,9 @@ _WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/
 _AT_D_MODEL = (*_WRITERS, "_norm_gate/output")  # whose last axis is d_model
 _OURS = ("kernel", "embedding", "scale", "bias", "sink")  # names of parameters
 _TABLES = ("token_embedding", "position_embedding", "head")
+# Added to a matrix's norm before its singular values are made 1. Clipping may leave much less than optax's 1e-8 beside
+# a huge gradient; this is just above norms whose squares are 0 in float32.
+_MUON_EPS = 1e-15
 
 
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
@@ -116,7 +119,8 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
         # All singular values are about 1, so that the RMS is 1 / sqrt(longer side).
         return jax.tree.map(lambda u: u * (0.2 * max(u.shape[-2:]) ** 0.5), updates)
 
-    muon = optax.contrib.scale_by_muon(beta=config.momentum_or_default, weight_dimension_numbers=dimensions)
+    beta = config.momentum_or_default
+    muon = optax.contrib.scale_by_muon(beta=beta, eps=_MUON_EPS, weight_dimension_numbers=dimensions)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     parts: dict[Any, optax.GradientTransformation] = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
     if config.muon_embeddings == "orthoadam":
