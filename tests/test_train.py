@@ -380,6 +380,22 @@ def test_three_steps_equal_a_chain_built_by_hand(name):
     assert moment is None or f"{config.optimizer}/{moment}/layers_0/mlp/input/kernel" in by_path(state)
 
 
+@pytest.mark.parametrize("path", ["mlp/w", "layers/norm/weight"])
+def test_muon_refuses_a_model_whose_names_it_does_not_know(path):
+    """Every parameter of which would silently get Adam."""
+    with pytest.raises(UserError, match=f"'{path}'"):
+        optimizer_of(OptimConfig(optimizer="muon"), 200).init({path: jnp.ones((4, 4))})
+
+
+def test_momentum_is_the_optimizers_own_unless_it_is_set():
+    found = {name: OptimConfig(optimizer=name).momentum_or_default for name in ("muon", "sgd", "adam")}
+    assert found == {"muon": 0.95, "sgd": 0.0, "adam": None}
+    assert OptimConfig(optimizer="muon", momentum=0.0).momentum_or_default == 0.0
+    assert OptimConfig(optimizer="adam", momentum=0.0) == OptimConfig(optimizer="adam")  # as configs of 0.1.0 say
+    said = opening(replace(CONFIG, {"optim.optimizer": "muon", "optim.weight_decay": 0.25}))
+    assert any("muon, momentum 0.95, learning rate" in line and "weight decay 0.25" in line for line in said)
+
+
 @pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
 def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
     """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain."""
