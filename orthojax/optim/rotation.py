@@ -326,7 +326,7 @@ def _warn_of_plans(rotation: Rotation, tree_plan: TreePlan) -> None:
             "embeddings='' says that there are none"
         )
     if unsure := [plan.path for plan in plans if plan.mark == "unsure"]:
-        shown = ", ".join(unsure[:3]) + (", ..." if len(unsure) > 3 else "")
+        shown = ", ".join(path or "the array itself" for path in unsure[:3]) + (", ..." if len(unsure) > 3 else "")
         problems.append(f"the treatment of {len(unsure)} of {len(plans)} parameters is a guess ({shown})")
     for problem in problems:
         hint = "print(orthojax.optim.describe(rotation, params)) shows what is found"
