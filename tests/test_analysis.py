@@ -312,6 +312,17 @@ REFUSED = [
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER.astype(int)), "is_trigger"),
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER[:, 1:]), "is_trigger"),
     (lambda: analysis.sink_logit_gap(WEIGHTS[0], IS_TRIGGER), "logits"),
+    *(
+        (lambda name=name: getattr(analysis, name)(TAPS["attention_logits"][0]), "not logits")
+        for name in (
+            "first_attention_fraction",
+            "first_attention_mass",
+            "first_attention_mass_by_head",
+            "gu_sink_rate",
+            "null_mass_by_head",
+            "attention_entropy_by_head",
+        )
+    ),
     (lambda: analysis.bigram_excess_risk_nats(_log_probs, _oracle[0], IS_TRIGGER), "oracle_probs"),
     (lambda: analysis.observe_language_model(SimpleNamespace(residual=HIDDEN), basis=np.eye(5)), "basis"),
 ]

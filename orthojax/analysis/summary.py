@@ -43,7 +43,6 @@ class Summary(NamedTuple):
 
 
 _HIDDEN = tuple(name for name in HIDDEN_STATES if name.endswith(("_first", "_rest")))
-_LOWEST_WEIGHT = -0.18  # of GELU attention; if logits are passed by mistake, many are lower
 
 
 def summarize(
@@ -145,8 +144,6 @@ def _of_hidden(layers: _Parts) -> list[Row]:
 def _of_weights(layers: _Parts) -> list[Row]:
     if not layers:
         return []
-    if min(float(jnp.min(part)) for parts in layers for part in parts) < _LOWEST_WEIGHT:
-        raise ValueError("attention weights are negative; allowed: the output of a normalizer, not logits")
     metrics = (attention.first_attention_fraction, attention.first_attention_mass)
     found = {metric.__name__: _by_layer(metric, layers) for metric in metrics}
     masses = [np.mean([attention.first_attention_mass_by_head(part) for part in parts], axis=0) for parts in layers]

@@ -36,6 +36,7 @@ _KEEP_FREED_MEMORY = {
     -8: 1,  # M_ARENA_MAX: one heap, since what threads allocate in heaps of their own is mapped
 }
 
+_MAY_BE_EMPTY = ("compile_cache", "prompt", "system")  # others are empty if a shell variable is not set
 _MAY_BE_ADDRESSES = ("prompt", "system", "attention_of", "input", "text")  # texts, or read through fsspec
 
 _overrides: dict[str, str] = {}
@@ -241,6 +242,9 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):
         raise UserError(f"{len(rest)} arguments given", allowed=positional if several else f"exactly one: {positional}")
+    for flag in _own_flags():
+        if flag.present and flag.value in ("", []) and flag.name not in _MAY_BE_EMPTY:
+            raise UserError(f"--{flag.name}= is empty", allowed=f"--{flag.name}=VALUE, or no --{flag.name}")
     values = [(flag.name, flag.value) for flag in _own_flags() if flag.name not in _MAY_BE_ADDRESSES]
     values += [("positional argument", argument) for argument in rest]
     for name, value in values:
