@@ -252,6 +252,11 @@ def test_a_split_file_is_read_by_its_first_part(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(read_gguf(first)[1]), params)
     with pytest.raises(UserError, match="the first of them"):
         read_gguf(second)
+    write_gguf(
+        second, GGUF_LLAMA, {name: tensors[name] for name in names[3:]}, quantized={}, split__count=2, split__no=0
+    )
+    with pytest.raises(UserError, match="says that it is part 0"):
+        read_gguf(first)
     doubled = {name: 2 * tensors[name] for name in names[3:]}
     write_gguf(second, GGUF_LLAMA, doubled, quantized={}, split__count=2, split__no=1)
     again = unstack_layers(read_gguf(first)[1])
@@ -309,6 +314,32 @@ def test_a_damaged_gguf_file_is_named(damage, gguf_file, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(damage(gguf_file[0].read_bytes()))
     with pytest.raises(UserError, match=r"model\.gguf"):
+        read_gguf(path)
+
+
+ARRAY = b"llama.attention.head_count_kv"  # then: type 9, type of its elements, count
+ROTTEN = {  # bytes after a name, at an offset -> what the message says
+    "exabytes": (ARRAY, 8, struct.pack("<Q", 2**62), "head_count_kv, 4,611,686,018,427,387,904 values, needs"),
+    "exabytes of bytes": (ARRAY, 4, struct.pack("<IQ", 0, 2**62), "needs 4,611,686,018,427,387,904 bytes"),
+    "an array of arrays": (ARRAY, 4, struct.pack("<I", 9), "an array of arrays"),
+    "an unknown type": (ARRAY, 4, struct.pack("<I", 77), "unknown type 77"),
+    "a long string": (b"general.architecture", 4, struct.pack("<Q", 2**40), "general.architecture needs"),
+    "a shared offset": (b"blk.1.ffn_norm.weight", 4 + 8 + 4, struct.pack("<Q", 0), "begins inside of"),
+    "no context": (b"llama.context_length", 4, struct.pack("<I", 0), "context_length=0"),
+}
+
+
+@pytest.mark.parametrize("damage", ROTTEN)
+def test_lengths_and_offsets_are_compared_with_the_file(damage, tmp_path):
+    name, offset, written, words = ROTTEN[damage]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)), quantized={},
+               llama__attention__head_count_kv=[2, 2])  # fmt: skip
+    content = bytearray(path.read_bytes())
+    place = content.index(name) + len(name) + offset
+    content[place : place + len(written)] = written
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(words)):
         read_gguf(path)
 
 
