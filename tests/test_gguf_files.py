@@ -482,9 +482,15 @@ def test_a_chat_is_rendered_by_the_template_of_the_file(tmp_path):
     assert tokenizer.decode(ids) == "[user] ab!\n"
     with pytest.raises(UserError, match="no tool"):
         render_chat(template, [{"role": "tool", "content": ""}])
-    for wrong in ("{% if %}", "{{ 'a' + 1 }}"):
-        with pytest.raises(UserError, match="chat template refuses"):
-            render_chat(template._replace(source=wrong), [])
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    long = (
+        "{{ 'a' * 10**10 }}",
+        "{{ messages | tojson(indent=10**10) }}",
+        "{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}",
+    )
+    for wrong in ("{% if %}", "{{ 'a' + 1 }}", loops, *long, "{{ '\\ud800' }}"):
+        with pytest.raises(UserError, match=r"chat template (refuses|gives)"):
+            render_chat(template._replace(source=wrong), [{"role": "user", "content": "a"}], seconds=1)
 
 
 def test_chat_templates_of_folders(tmp_path):
@@ -495,3 +501,6 @@ def test_chat_templates_of_folders(tmp_path):
     assert chat_template(tmp_path).source == "three"
     (tmp_path / "chat_template.jinja").write_text("four")
     assert chat_template(tmp_path).source == "four"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="is not UTF-8"):
+        chat_template(tmp_path)
