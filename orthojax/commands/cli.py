@@ -40,6 +40,15 @@ _MAY_BE_EMPTY = ("compile_cache", "prompt", "system")  # others are empty if a s
 _MAY_BE_ADDRESSES = ("prompt", "system", "attention_of", "input", "text")  # texts, or read through fsspec
 
 _overrides: dict[str, str] = {}
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Terminal(io.TextIOWrapper):
+    """Escapes control characters: what a model or a file says must not steer a terminal."""
+
+    def write(self, text: str) -> int:
+        """Writes text."""
+        return super().write(text.translate(_CONTROLS))
 
 
 def define_config() -> None:
@@ -296,6 +305,8 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks are escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+        if sys.stdout.isatty():
+            sys.stdout = Terminal(sys.stdout.buffer, sys.stdout.encoding, "backslashreplace", line_buffering=True)
     logging.set_verbosity(logging.FATAL)  # Orbax logs a lot, and its exceptions twice; --verbosity=0 restores it
     keep_freed_memory()
     # Before NumPy and SciPy load it: OpenBLAS's own threads spin while they wait for each other, and if other work
