@@ -323,6 +323,10 @@ REFUSED = [
             "attention_entropy_by_head",
         )
     ),
+    *(
+        (lambda length=length, window=window: analysis.chance_of_first(length, window=window), "allowed: 1 or more")
+        for length, window in ((-1, None), (0, None), (float("nan"), None), (8, 0), (8, float("nan")))
+    ),
     (lambda: analysis.bigram_excess_risk_nats(_log_probs, _oracle[0], IS_TRIGGER), "oracle_probs"),
     (lambda: analysis.observe_language_model(SimpleNamespace(residual=HIDDEN), basis=np.eye(5)), "basis"),
 ]

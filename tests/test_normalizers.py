@@ -7,6 +7,7 @@ import pytest
 from attention_oracle import NORMALIZERS, weights
 from jax.test_util import check_grads
 
+from orthojax import ops
 from orthojax.ops.normalizers import (
     ClippedSoftmax,
     apply_normalizer,
@@ -287,3 +288,20 @@ def test_a_mask_of_numbers_is_refused(name):
 def test_a_sink_is_one_number_for_each_row(shape, axis):
     with pytest.raises(ValueError, match=r"sink of shape .*\(2, 3\)"):
         softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)
+
+
+@pytest.mark.parametrize(
+    "sink", [jnp.zeros(2, complex), np.zeros(2, int), np.zeros(2, bool)], ids=lambda x: str(x.dtype)
+)
+def test_sinks_that_are_no_floats_are_refused(sink):
+    with pytest.raises(ValueError, match="floating dtype"):
+        ops.dot_product_attention(*jnp.ones((3, 1, 4, 2, 8)), normalizer=sink)
+
+
+def test_misspelt_options_are_refused_where_they_are_given():
+    with pytest.raises(ValueError, match="'softmx1'"):
+        ops.attention_fn("softmx1")
+    with pytest.raises(ValueError, match="'cuda'"):
+        ops.attention_fn(implementation="cuda")
+    with pytest.raises(ValueError, match="is_causal must be True or False, got 'False'"):
+        ops.dot_product_attention(*jnp.ones((3, 1, 4, 2, 8)), is_causal="False")

@@ -41,7 +41,7 @@ def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
     assert 0 < error < 0.2 * np.abs(together - exact).mean()
 
 
-@pytest.mark.parametrize("prefix", [[], [[1, 2]]])
+@pytest.mark.parametrize("prefix", [[], [[1, 2]], [99], [-1], [1.5], [True]])
 def test_what_is_no_prefix_is_refused(prefix):
-    with pytest.raises(UserError, match="a prefix of shape"):
+    with pytest.raises(UserError, match=r"a prefix of shape|prefix: token ids"):
         quant.prefix_cache(Transformer(CONFIG), PARAMS, np.array(prefix), 3, 9)

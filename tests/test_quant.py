@@ -482,6 +482,12 @@ def test_what_has_no_static_scales_is_refused(params):
     scanned = Transformer(dataclasses.replace(LLAMA, scan_layers=True))
     with pytest.raises(UserError, match="scanned"):
         quant.calibrate(scanned, params, IDS)
+    for ids in ([[1, 99]], [[-1, 2]], [[0.5]]):
+        with pytest.raises(UserError, match="calibrate: token ids"):
+            quant.calibrate(Transformer(LLAMA), params, ids)
+    for bits, first in ((2.5, 0), (1, 0), (8, -1), (8, 0.5)):
+        with pytest.raises(UserError, match="allowed: integers"):
+            quant.rounded_cache(Transformer(LLAMA), bits, first)
     for setting in (quant.INT8_FINE, quant.INT4_ZEROPOINT, dataclasses.replace(quant.INT8_COARSE, float_features=1)):
         with pytest.raises(UserError, match="static scales"):
             quant.static_linear(setting, quant.Calibration({}, {}))

@@ -5,6 +5,8 @@ positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may 
 whose names end in `_by_head`, and null mass, entropy and activity, keep the axis N.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,6 +131,8 @@ def chance_of_first(
     >>> chance_of_first(4, causal=False)
     0.25
     """
+    if not 1 <= length < math.inf or not (window is None or window >= 1):
+        raise ValueError(f"length={length}, window={window}; allowed: 1 or more, and None or 1 or more")
     seen = np.arange(1, int(length) + 1) if causal else np.full(int(length), int(length))
     weights = 1.0 / (seen + (1.0 if softmax1 else n))
     return float(np.mean(weights if window is None else np.where(seen <= window, weights, 0.0)))

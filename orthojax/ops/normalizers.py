@@ -291,6 +291,8 @@ def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
     elif isinstance(normalizer, jax.Array | np.ndarray):
         if normalizer.shape != heads:
             raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, {heads}")
+        if not jnp.issubdtype(normalizer.dtype, jnp.floating):
+            raise ValueError(f"sink logits must be of a floating dtype, got {normalizer.dtype}")
     elif isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
         if not 0.0 <= float(normalizer) < math.inf:
             raise ValueError(f"softmax_n needs a finite n >= 0, got {normalizer}")

@@ -23,6 +23,7 @@ from orthojax.errors import UserError
 from orthojax.ops.products import is_head
 from orthojax.ops.quantize import Axes, Quantized, Scheme, absmax, dequantize, e4m3, mxfp4, nvfp4, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
+from orthojax.quant.prefix import require_tokens
 from orthojax.quant.settings import (
     ALL_BUT_HEAD,
     KERNELS_BUT_HEAD,
@@ -150,8 +151,8 @@ def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Tr
         those that a sink reads with most of its weight. In a rolling cache they are the first slots: give it that many
         sinks.
     """
-    if not 2 <= bits <= 16 or float_tokens < 0:
-        raise UserError(f"bits={bits}, float_tokens={float_tokens}", allowed="2 to 16, 0 or more")
+    if not (isinstance(bits, int) and isinstance(float_tokens, int) and 2 <= bits <= 16 and float_tokens >= 0):
+        raise UserError(f"bits={bits}, float_tokens={float_tokens}", allowed="integers, 2 to 16 and 0 or more")
     return model.clone(round_kv=_kv_rounding(bits, float_tokens))
 
 
@@ -232,7 +233,8 @@ class Calibration(NamedTuple):
 def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibration:
     """Runs a float model on a text, int [B, T], and keeps the largest values.
 
-    UserError unless `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path.
+    UserError unless `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path; for ids that the
+    model does not have.
     """
     from orthojax.model import Transformer  # here, so that flax is not needed for `quantize_params`
     from orthojax.model import linear as float_linear
@@ -254,7 +256,7 @@ def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibrati
         Transformer(config, linear=linear, linear_head=True).apply({"params": params}, tokens)
         return inputs, outputs
 
-    return Calibration(*jax.jit(run)(params, jnp.asarray(tokens)))
+    return Calibration(*jax.jit(run)(params, require_tokens(tokens, model.config.vocab_size, "calibrate")))
 
 
 def static_linear(

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from orthojax.ops.attention import xla
 from orthojax.ops.attention.inputs import AttentionInputs, Window, prepare_inputs
-from orthojax.ops.normalizers import Normalizer
+from orthojax.ops.normalizers import Normalizer, check_normalizer
 
 Implementation = Literal["xla", "xla_chunked", "cudnn", "splash"]
 
@@ -176,6 +176,10 @@ def attention_fn(
     >>> import flax.linen as nn
     >>> attention = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn("softmax1", is_causal=True))
     """
+    if isinstance(normalizer, str):
+        check_normalizer(normalizer)
+    if implementation is not None and implementation not in get_args(Implementation):
+        raise ValueError(f"unknown implementation {implementation!r}; allowed: None, {get_args(Implementation)}")
     causal = is_causal
 
     def attend(
