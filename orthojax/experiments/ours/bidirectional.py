@@ -23,8 +23,7 @@ from orthojax.experiments.claims import (
     no_perplexity_lost,
     outliers,
 )
-from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.ours.rounding import FOUR_BITS
+from orthojax.experiments.measures import FOUR_BITS, Measure, Measured, Say
 from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study
 from orthojax.experiments.tables import Columns, Paired
