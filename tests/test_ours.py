@@ -7,6 +7,7 @@ from tiny_run import TINY, blank_state, drawn_params, inputs, loaded
 
 from orthojax import quant
 from orthojax.config import replace
+from orthojax.experiments.measures import FOUR_BITS
 from orthojax.experiments.ours.long_pair import LONG_PAIR, SETTINGS
 from orthojax.experiments.ours.preventions import FORMATS, ROUNDED
 from orthojax.model import fold_embedding_projection
@@ -26,6 +27,8 @@ def test_recipes_are_rounded_as_evaluations_are(monkeypatch):
     wanted = evaluate(plain, inputs(), settings=settings)
     for name in settings:
         assert found[f"perplexity_{name}"] == pytest.approx(wanted[f"perplexity_{name}"], rel=1e-5)
+    four_bits = FOUR_BITS.measure(plain, inputs(), lambda part: None).metrics
+    assert four_bits["perplexity_w4a4"] == pytest.approx(wanted["perplexity_w4a4"], rel=1e-5)
     assert found["perplexity_int8_coarse_rotated"] == pytest.approx(wanted["perplexity"], rel=0.05)
     assert 0 < found["last_state_error_int8_coarse"] < found["last_state_error_w4a4"]
     assert found["osp_kurtosis"] >= 0

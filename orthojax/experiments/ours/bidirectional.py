@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import analysis
-from orthojax.config import Config, replace
+from orthojax.config import replace
 from orthojax.experiments.base import BREAKING_MODEL, METHODS
 from orthojax.experiments.claims import (
     COARSE,
@@ -102,20 +102,9 @@ _MASKS = {
 }
 # Room for the mask, or for the sentinels and the end of the prefix.
 _BASE = replace(BREAKING_MODEL, {"model.vocab_size": 2080, "train.steps": 3000, "train.checkpoint_every_steps": 500})
-
-
-def _runs(scale: str) -> dict[str, Config]:
-    return {
-        f"{method}_{mask}": replace(_BASE, {**changes, **METHODS[method]})
-        for mask, changes in _MASKS.items()
-        for method in ("vanilla", "cured")
-    }
-
-
 _TIMES = 5  # a key with this many times its share is called a sink
-SINK = Metric(
-    "largest attention to a key over its share", lambda of: max(of["position_over_share"], of["id_over_share"])
-)
+SINK = Metric("largest attention to a key over its share",
+              lambda of: max(of["position_over_share"], of["id_over_share"]))  # fmt: skip
 _OF_ID = Metric("kurtosis_of_id")
 _LOST = (COARSE, "w4a4")
 _V, _C = "vanilla_*", "cured_*"
@@ -123,7 +112,8 @@ _V, _C = "vanilla_*", "cured_*"
 BIDIRECTIONAL = Study(
     name="bidirectional",
     title="Beyond causal decoders: sinks and outliers of masked tokens with full attention, and of a prefix LM",
-    runs=_runs,
+    runs=lambda scale: {f"{method}_{mask}": replace(_BASE, {**changes, **METHODS[method]})
+                        for mask, changes in _MASKS.items() for method in ("vanilla", "cured")},
     seeds=(1, 2, 3),
     measures=(KEYS, FOUR_BITS),
     note="Text with repeated passages, rotary positions, swiglu, rows of 64 positions that begin with <s>. `masked`: "
