@@ -326,8 +326,8 @@ def test_results_of_several_folders_are_read_together(results, study, home, tmp_
     assert together.seeds == (0, 1, 2)
     assert together["cured"].values("perplexity")[:2] == results["cured"].values("perplexity")
     assert list(together["cured"].seeds) == [0, 1, 2]
-    with pytest.raises(UserError, match="no variant of 'damage'"):
-        read_results(catalog.find("damage"), home / "work")
+    with pytest.raises(UserError, match="no variant of 'repeated_longer'"):
+        read_results(catalog.find("repeated_longer"), home / "work")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match="results"):
         read_results(study, tmp_path)

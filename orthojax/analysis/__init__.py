@@ -51,9 +51,6 @@ from orthojax.analysis.extremes import Extremes as Extremes
 from orthojax.analysis.extremes import largest_activations as largest_activations
 from orthojax.analysis.extremes import observe_extremes as observe_extremes
 from orthojax.analysis.extremes import secondary_sinks as secondary_sinks
-from orthojax.analysis.lens import Attribution as Attribution
-from orthojax.analysis.lens import logit_attribution as logit_attribution
-from orthojax.analysis.lens import logit_lens as logit_lens
 from orthojax.analysis.observe import Statistics as Statistics
 from orthojax.analysis.observe import combine as combine
 from orthojax.analysis.observe import concatenate as concatenate

@@ -99,7 +99,7 @@ class Study:
       claims: Claims with their criteria.
       pictures: By name; see `figures`.
       headlines: (metric, variant before, variant after) of the numbers on top of the page.
-      note: What a reader must know besides the table, or a function of the results that returns it.
+      note: What a reader must know besides the table.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Study:
     claims: Sequence[Claim] = ()
     pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
     headlines: Sequence[tuple[str | Quantity, str, str]] = ()
-    note: str | Callable[[Results], str] = ""
+    note: str = ""
 
     @property
     def published(self) -> Mapping[str, Published]:
@@ -236,11 +236,10 @@ def make_report(results: Results) -> Report:
             continue
     judged = [judge(claim, results) for claim in study.claims]
     untestable = {read for of in judged for case in of.cases if not case.testable for read in case.reads}
-    note = study.note(results) if callable(study.note) else study.note
     return Report(
         title=study.title[:1].upper() + study.title[1:],
         setting=_setting(results),
-        sentences=[note, *_about_the_data(results)],
+        sentences=[study.note, *_about_the_data(results)],
         headlines=_headlines(results),
         verdicts=[as_verdict(of) for of in judged],
         tables=[_plain(table, untestable) for table in tables],

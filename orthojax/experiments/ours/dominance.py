@@ -1,8 +1,6 @@
 """First-token dominance on two cores: text with repeated passages, ordinary text, and what removes the dominance."""
 
-from collections.abc import Sequence
-
-from orthojax.config import Config, replace
+from orthojax.config import replace
 from orthojax.experiments.base import METHODS, REPEATED_MODEL
 from orthojax.experiments.claims import (
     COARSE,
@@ -24,7 +22,7 @@ from orthojax.experiments.claims import (
     outliers,
     worst,
 )
-from orthojax.experiments.ours.rounding import FOUR_BIT, FOUR_BITS
+from orthojax.experiments.measures import FOUR_BIT, FOUR_BITS
 from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study, grid
 from orthojax.experiments.tables import Columns, Paired
@@ -42,35 +40,26 @@ def _change_from(vanilla: str, rows: str) -> Paired:
     return Paired("Change from softmax + Adam, paired by seed", vanilla, rows, changes, differences)
 
 
-def _dominates(cases: Sequence[str] | None = None) -> Claim:
-    return Claim("The first token dominates when text repeats itself.", dominated("vanilla_*"), cases=cases)
+# What each method does to dominance, drains, outliers, perplexity and damage, in every case.
+_V, _S, _O, _C = "vanilla_*", "softmax1_*", "orthoadam_*", "cured_*"
+_HAS_DRAIN = DRAIN[_V] < _DRAINED
+_DOMINATES = Claim("The first token dominates when text repeats itself.", dominated(_V))
+_BY_METHOD = [
+    halved("Softmax-1 alone takes away half of the dominance, or more.", _S, _V),
+    Claim("OrthoAdam alone leaves it.", excess_left(_O, _V) >= 0.5, dominated(_V)),
+    halved("Both together take away half of it, or more.", _C, _V),
+    Claim("The values of the first token are drained under softmax.", _HAS_DRAIN, dominated(_V)),
+    Claim("Softmax-1 keeps them.", DRAIN[_S] >= _DRAINED, _HAS_DRAIN),
+    cured_outliers("Both together leave no outliers.", _C, _V),
+    no_perplexity_lost("They cost no perplexity.", _C, _V),
+    *(loses_less(setting, f"They lose less at {setting}.", _C, _V) for setting in (COARSE, MODERATE, INT4)),
+]
 
-
-def _by_method(cases: Sequence[str] | None = None) -> list[Claim]:
-    """Returns claims on what each method does to dominance, drains, outliers, perplexity and damage, in every case."""
-    V, S, O, C = "vanilla_*", "softmax1_*", "orthoadam_*", "cured_*"
-    drained = DRAIN[V] < _DRAINED
-    return [
-        halved("Softmax-1 alone takes away half of the dominance, or more.", S, V, cases=cases),
-        Claim("OrthoAdam alone leaves it.", excess_left(O, V) >= 0.5, dominated(V), cases=cases),
-        halved("Both together take away half of it, or more.", C, V, cases=cases),
-        Claim("The values of the first token are drained under softmax.", drained, dominated(V), cases=cases),
-        Claim("Softmax-1 keeps them.", DRAIN[S] >= _DRAINED, drained, cases=cases),
-        cured_outliers("Both together leave no outliers.", C, V, cases=cases),
-        no_perplexity_lost("They cost no perplexity.", C, V, cases=cases),
-        *(
-            loses_less(setting, f"They lose less at {setting}.", C, V, cases=cases)
-            for setting in (COARSE, MODERATE, INT4)
-        ),
-    ]
-
-
-_MAIN = ("64_bos",)
 REPEATED_PASSAGES = Study(
     name="repeated_passages",
     title="Text with repeated passages: dominance, drains, outliers and damage; four methods, ReLU, SGD",
     runs=lambda scale: {
-        **grid(REPEATED_MODEL, METHODS, {_MAIN[0]: {}}),
+        **grid(REPEATED_MODEL, METHODS, {"64_bos": {}}),
         "relu": replace(REPEATED_MODEL, {"model.normalizer": "relu"}),
         "sgd": replace(
             REPEATED_MODEL, {"optim.optimizer": "sgd", "optim.momentum": 0.9, "optim.learning_rate": 0.3}
@@ -84,8 +73,8 @@ REPEATED_PASSAGES = Study(
     tables=[Columns("Perplexity lost to quantisation", [lost(MODERATE), lost(COARSE), lost(INT4)]),
             _change_from("vanilla_64_bos", "*")],
     claims=[
-        _dominates(_MAIN),
-        *_by_method(_MAIN),
+        _DOMINATES,
+        *_BY_METHOD,
         Claim("ReLU attention has neither dominance nor drain.",
               (excess_left("relu", "vanilla_64_bos") <= 0.5) & (DRAIN["relu"] >= _DRAINED),
               dominated("vanilla_64_bos")),
@@ -97,31 +86,17 @@ REPEATED_PASSAGES = Study(
 )  # fmt: skip
 
 
-def _setting(length: int, bos: bool, steps: int, methods: Sequence[str]) -> dict[str, Config]:
-    """Returns runs that differ from the main job in row length, <s> and steps; all batches have equally many tokens."""
-    changes = {
-        "model.max_length": length,
-        "data.sequence_length": length,
-        "data.bos": bos,
-        "train.batch_size": 1024 // length,
-        "train.steps": steps,
-        "optim.rotation.axes": "output",
-    }
-    name = f"{length}{'_bos' if bos else ''}_{steps}"
-    chosen = (METHODS | {"d_model": METHODS["cured"] | {"optim.rotation.axes": "d_model"}}).items()
-    return {
-        f"{method}_{name}": replace(REPEATED_MODEL, changes | change) for method, change in chosen if method in methods
-    }
-
-
 _ROUNDED = [lost(setting) for setting in (MODERATE, COARSE, INT4, *FOUR_BIT)]
-_FOUR_BITS_TOO = [loses_less(setting, f"They lose less at {setting}.", "cured_*", "vanilla_*") for setting in FOUR_BIT]
+_OUTPUT = replace(REPEATED_MODEL, {"optim.rotation.axes": "output"})
+_D_MODEL = {"d_model": METHODS["cured"] | {"optim.rotation.axes": "d_model"}}
 _SHORT, _LONG = "vanilla_64_bos_2000", "vanilla_64_bos_6000"
 REPEATED_LONGER = Study(
     name="repeated_longer",
     title="Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
-    runs=lambda scale: _setting(64, True, 2000, ("vanilla", "cured"))
-    | _setting(64, True, 6000, (*METHODS, "d_model")),
+    runs=lambda scale: {
+        **grid(_OUTPUT, {name: METHODS[name] for name in ("vanilla", "cured")}, {"64_bos_2000": {}}),
+        **grid(_OUTPUT, METHODS | _D_MODEL, {"64_bos_6000": {"train.steps": 6000}}),
+    },
     seeds=(1, 2, 3, 4, 5),
     measures=(FOUR_BITS,),
     note="6,000 steps, and a pair of 2,000. OrthoAdam rotates the output axes, in `d_model` the d_model axes. "
@@ -131,12 +106,12 @@ REPEATED_LONGER = Study(
     tables=[Columns("Perplexity lost to rounding", _ROUNDED),
             _change_from("vanilla_*", "softmax1_* orthoadam_* cured_* d_model_*")],
     claims=[
-        _dominates(),
+        _DOMINATES,
         Claim("It dominates more after three times the steps.", FRACTION[_LONG] > FRACTION[_SHORT]),
         Claim("The cure leaves less of it after three times the steps.",
               excess_left("cured_64_bos_6000", _LONG) < excess_left("cured_64_bos_2000", _SHORT)),
-        *_by_method(),
-        *_FOUR_BITS_TOO,
+        *_BY_METHOD,
+        *(loses_less(setting, f"They lose less at {setting}.", _C, _V) for setting in FOUR_BIT),
         halved("Both together take away half of the dominance with the d_model axes rotated.", "d_model_*",
                "vanilla_*"),
         cured_outliers("With the d_model axes rotated they leave no outliers.", "d_model_*", "vanilla_*"),
@@ -144,24 +119,6 @@ REPEATED_LONGER = Study(
     ],
     headlines=[(metric, _LONG, "d_model_64_bos_6000") for metric in _HEADLINES],
     pictures=[*_BY_STEP, Maps("vanilla_64_bos_6000 cured_64_bos_6000")],
-)  # fmt: skip
-REPEATED_SETTINGS = Study(
-    name="repeated_settings",
-    title="Repeated passages without <s>, and with rows of 256 tokens: dominance, drains, outliers; four methods",
-    runs=lambda scale: _setting(64, False, 2000, tuple(METHODS))
-    | _setting(64, False, 6000, ("vanilla", "cured"))
-    | _setting(256, True, 2000, tuple(METHODS))
-    | _setting(256, False, 2000, tuple(METHODS)),
-    seeds=(1, 2, 3, 4, 5),
-    measures=(FOUR_BITS,),
-    note="Names are method, tokens of a row, whether it begins with <s>, and steps. OrthoAdam rotates the output axes. "
-    "Criteria were committed before these runs.",
-    columns=_MEASURED,
-    tables=[Columns("Perplexity lost to rounding", _ROUNDED),
-            _change_from("vanilla_*", "softmax1_* orthoadam_* cured_*")],
-    claims=[_dominates(), *_by_method(), *_FOUR_BITS_TOO],
-    headlines=[(metric, "vanilla_256_bos_2000", "cured_256_bos_2000") for metric in _HEADLINES],
-    pictures=_BY_STEP,
 )  # fmt: skip
 
 _PREFERRED = dominated("vanilla").in_every_seed()
