@@ -315,7 +315,15 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     about = sys.modules[main.__module__].__doc__ or ""
-    app.run(
-        lambda arguments: guarded(lambda: main(arguments)),
-        flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
-    )
+    try:
+        app.run(
+            lambda arguments: guarded(lambda: main(arguments)),
+            flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
+        )
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code > 128:  # by a signal, when everything was closed
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Python's own end would wait for XLA's threads, and one that compiles may then never come back.
+            os._exit(end.code)
+        raise
