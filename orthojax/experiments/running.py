@@ -24,7 +24,16 @@ from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check, read_with
 from orthojax.experiments.study import Given, Study, results_of
 from orthojax.files import finite, make_folder, write_text
 from orthojax.machine import available_memory_bytes, environment
-from orthojax.train import DivergedError, Inputs, check_workdir, find_checkpoint, load, open_inputs, train
+from orthojax.train import (
+    DivergedError,
+    Inputs,
+    check_workdir,
+    find_checkpoint,
+    load,
+    open_inputs,
+    require_same_data,
+    train,
+)
 
 _SECONDS_BETWEEN_LINES = 10.0
 _BYTES_OF_A_RUN = 2e9  # of host memory, for as many concurrent runs as there are cores
@@ -211,7 +220,11 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     row = _row(run) | {"data": inputs.provenance}
     say = _Ticker(str(run))
     try:
-        checkpoint = run.given.checkpoint if run.given else _train(run, inputs, say)
+        if run.given:
+            checkpoint = run.given.checkpoint
+            _require_same_given(run, checkpoint, inputs)
+        else:
+            checkpoint = _train(run, inputs, say)
         if (trained := run.folder / "trained.json").exists():
             note = read_with_digest(trained, "note on a training")
             check(note, {"seconds": NOT_NEGATIVE}, str(trained))
@@ -229,6 +242,21 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
         row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
         say(row["failed"], now=True)
     return row
+
+
+def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
+    """Notes which files and data an existing model is measured with; UserError if what is stored is of others."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file()) if checkpoint.is_dir() else [checkpoint]
+    stats = [(str(path), path.stat()) for path in files]
+    weights = sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode()).hexdigest()
+    now = {"files": weights, "data": sha256(json.dumps(inputs.provenance, sort_keys=True).encode()).hexdigest()}
+    path = run.folder / "measured_of.json"
+    if not path.exists():
+        write_with_digest(path, now)
+    before = read_with_digest(path, "note on a model")
+    if changed := [name for name in now if before.get(name) != now[name]]:
+        problem = f"{run.folder} has numbers of {checkpoint} with other {' and '.join(changed)}"
+        raise UserError(problem, allowed="the same, or a new --workdir; without the folder it is measured again")
 
 
 class _Ticker:
@@ -267,7 +295,9 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
             raise
         seconds = round(time.monotonic() - started, 1)
         write_with_digest(run.folder / "trained.json", environment() | {"seconds": seconds})
-    return find_checkpoint(run.folder)
+    checkpoint = find_checkpoint(run.folder)
+    require_same_data(checkpoint, inputs.provenance)  # also of a run that an earlier call finished
+    return checkpoint
 
 
 def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> dict[tuple[str, int], str]:
