@@ -89,7 +89,7 @@ def locate(name: str | Path) -> Path:
     require_local(name, "model")
     if str(name) == "smollm2":
         return _smollm2()
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
     plain, _, revision = str(name).partition("@")
     cached, revision = hub / f"models--{plain.replace('/', '--')}", revision or "main"

@@ -100,6 +100,7 @@ def trained(tmp_path_factory):
     """A folder with a text, a config file, a cache and a finished run `run`."""
     home = tmp_path_factory.mktemp("trained")
     (home / "text.txt").write_text("the sink and the peak, the norm and the token. " * 60)
+    (home / "binary").write_bytes(bytes(range(128, 256)))
     (home / "small.json").write_text(to_json(CONFIG))
     (home / "small.py").write_text(
         "from pathlib import Path\nfrom orthojax.config import Config\nfrom orthojax.config import from_json\n\n\n"
@@ -138,6 +139,7 @@ REFUSED = {
     "a warm-up of all steps": ("train", ["--config.train.steps=9"], ["optim.warmup_steps=100", "train.steps=9"]),
     "override without a value": ("train", ["--config.train.steps"], ["--config.train.steps", "VALUE"]),
     "override without a config": ("evaluate", ["--config.train.steps=3"], ["config"]),
+    "a flag file that is no text": ("train", ["--flagfile=binary"], ["--flagfile is not text"]),
     "an empty config": ("train", ["--config=", "--workdir=new"], ["--config= is empty"]),
     "an empty workdir": ("train", [*SMALL_RUN, "--workdir="], ["--workdir= is empty"]),
     "an empty list": ("analyze", ["--model=run", "--text="], ["--text= is empty"]),

@@ -16,6 +16,7 @@ from tiny_run import TINY, assert_trees_close, inputs, loaded, rows
 from orthojax.config import replace
 from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
+from orthojax.places import locate
 from orthojax.train import (
     Inputs,
     evaluate,
@@ -334,3 +335,18 @@ def test_a_cache_folder_that_cannot_be_made_warns(jax_settings, tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.warns(UserWarning, match="file"):
         assert keep_compiled_programs(str(tmp_path / "file/cache")) is None
+
+
+def test_nothing_is_kept_without_a_home(jax_settings, tmp_path, monkeypatch):
+    """A user that the system does not know, without HOME, has no home; a folder named ~ is none."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
+    with pytest.warns(UserWarning, match="no home"):
+        assert keep_compiled_programs() is None
+    with pytest.raises(UserError, match="no such model"):
+        locate("no-such/model")
+    assert not list(tmp_path.iterdir())

@@ -474,7 +474,9 @@ def test_muon_is_blind_to_a_huge_gradient_beside(size):
     assert np.sqrt(np.mean(a**2)) == pytest.approx(0.2, rel=0.3)
 
 
-@pytest.mark.parametrize("name", ["no.such.module:adam", "optax:no_such_function"])
+@pytest.mark.parametrize(
+    "name", ["no.such.module:adam", "optax:no_such_function", "os:getcwd", "os:sep", "builtins:repr", "optax:adam"]
+)
 def test_an_optimizer_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UserError, match=name):
         optimizer_of(OptimConfig(optimizer=name, warmup_steps=0), 10)

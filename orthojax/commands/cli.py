@@ -247,6 +247,8 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     except flags.UnrecognizedFlagError as error:
         hint = _nearest_flag(error.flagname)
         raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
+    except UnicodeDecodeError:
+        raise UserError("--flagfile is not text", allowed="a UTF-8 file with a flag in each line") from None
     if _overrides and "config" not in flags.FLAGS:
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):

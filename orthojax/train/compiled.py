@@ -24,11 +24,13 @@ def keep_compiled_programs(folder: str | None = None) -> Path | None:
     """
     settings, path = cast(Any, jax.config), None
     if folder or (folder is None and settings.jax_enable_compilation_cache):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-        path = Path(folder or settings.jax_compilation_cache_dir or cache / "orthojax" / "xla")
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        path = Path(folder or settings.jax_compilation_cache_dir or Path(cache, "orthojax", "xla"))
         require_local(path, "folder of compiled programs")
         try:
             str(path).encode()  # XLA takes no other path
+            if path.parts[0] == "~":
+                raise OSError("this user has no home")
             path.mkdir(parents=True, exist_ok=True)
             settings.update("jax_compilation_cache_dir", str(path))
         except (OSError, UnicodeEncodeError) as error:

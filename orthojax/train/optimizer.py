@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -142,18 +143,31 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
         "lion": lambda: optax.scale_by_lion(b1, b2),
         "muon": lambda: _muon(config, layout),
     }
-    make = scalings.get(config.optimizer) or functools.partial(imported("optim.optimizer", config.optimizer), config)
-    scaling = make()
+    make = scalings.get(config.optimizer) or functools.partial(
+        imported("optim.optimizer", config.optimizer, "config"), config
+    )
+    try:
+        scaling = make()
+    except Exception as error:
+        if ":" not in config.optimizer:
+            raise
+        raise UserError(f"optim.optimizer={config.optimizer!r}: {type(error).__name__}: {error}") from error
+    if not (hasattr(scaling, "init") and hasattr(scaling, "update")):
+        problem = f"optim.optimizer={config.optimizer!r} returns {type(scaling).__name__}"
+        raise UserError(problem, allowed="a function of the OptimConfig that returns an optax transformation")
     return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
 
 
-def imported(field: str, name: str) -> Callable[..., Any]:
-    """Returns the function that a field of the config names as `module:function`."""
+def imported(field: str, name: str, *arguments: str) -> Callable[..., Any]:
+    """Returns the function that a field of the config names as `module:function`, which takes these arguments."""
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{field}={name!r}: {error}", allowed="module:function, both of which exist") from None
+        found = getattr(importlib.import_module(module), function)
+        inspect.signature(found).bind(*arguments)  # TypeError for what is no such function
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        allowed = f"module:function, both of which exist, as function({', '.join(arguments)})"
+        raise UserError(f"{field}={name!r}: {error}", allowed=allowed) from None
+    return found
 
 
 def make_optimizer(
