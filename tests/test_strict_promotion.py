@@ -55,7 +55,7 @@ def scheme(x):
 
 CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
 CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS.items()}
-for name in ("fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"):
+for name in ("fp8_e4m3_block128", *quant.FLOATS):
     of_floats = quant.quantized_linear(quant.setting_named(name))
     CASES[f"linear: {name}"] = (lambda x, w, of=of_floats: of(x, w, None, "mlp"), HIDDEN, (D, 6))
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))

@@ -165,7 +165,6 @@ def _breaks(setting: str) -> Any:
     return lost(setting)["adam"] >= 0.05
 
 
-_DRAWN = (COARSE, "w4a4", "mxfp4", "nvfp4")
 _ABOUT = (
     "4,000 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but `osp_channel_norm`, "
     "and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for the optimizer. `osp` "
@@ -205,10 +204,10 @@ PREVENTIONS = Study(
         Claim("There is something to prevent: Adam loses 5% or more at int8 coarse, and 10% or more at w4a4.",
               (lost(COARSE)["adam"] >= 0.05) & (lost("w4a4")["adam"] >= 0.1)),
         *(Claim(f"Softmax-1 with OrthoAdam loses at most a third of what Adam loses at {name}.",
-                lost(name)["cured"] <= lost(name)["adam"] / 3, _breaks(name)) for name in _DRAWN),
+                lost(name)["cured"] <= lost(name)["adam"] / 3, _breaks(name)) for name in _ROTATED),
         *(Claim(f"Muon with OrthoAdam on the embeddings loses at most half of what Muon loses at {name}.",
                 lost(name)["muon_orthoadam"] <= 0.5 * lost(name)["muon"], lost(name)["muon"] >= 0.05)
-          for name in _DRAWN),
+          for name in _ROTATED),
         *(Claim(f"The gate alone loses at most half of what Adam loses at {name}.",
                 lost(name)["adam_gate"] <= 0.5 * lost(name)["adam"], _breaks(name)) for name in (COARSE, "w4a4")),
         Claim("Muon alone has outliers.", worst("muon") > OUTLIERS),
