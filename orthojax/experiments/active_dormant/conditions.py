@@ -21,6 +21,7 @@ from orthojax.experiments.claims import (
     Metric,
     largest,
     lost,
+    shares,
     smallest,
 )
 from orthojax.experiments.pictures import Bars, ByLayer, ByStep
@@ -29,9 +30,10 @@ from orthojax.experiments.tables import Columns
 from orthojax.formatting import share
 
 _DRAIN = Metric("value_drain")
-_MOST = [Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")]
-_KEYS = [Metric(name) for name in ("first_key", "delimiter_key", "delimiter_key_triggers")]
-(_TOKEN, _EQUAL, _TOKEN_VALUE), (_FIRST, _DELIMITER, _AT_TRIGGERS) = _MOST, _KEYS
+_TOKEN, _EQUAL, _FIRST, _DELIMITER, _AT_TRIGGERS, _TRIGGERS = shares(
+    "largest_token", "largest_token_equal", "first_key", "delimiter_key", "delimiter_key_triggers", "trigger_keys"
+)
+_TOKEN_VALUE = Metric("token_value_ratio")
 
 
 def _in_later_layers(name: str) -> list[Expr]:
@@ -60,7 +62,8 @@ BACKCOPY_RULES = Study(
     "give, at non-trigger queries of the second half. The paper's numbers are read off figures of one seed.",
     paper={"no_bos": {COPY.name: 8.56e-5}, "backward": {_DRAIN.name: 5.5 / 22}},
     columns=[*RISKS, SINK, _DRAIN, "active_at_triggers active_elsewhere"],
-    tables=[Columns("Late queries, those after the delimiter", [*_KEYS, *_MOST, "trigger_keys"])],
+    tables=[Columns("Late queries, those after the delimiter",
+                    [_FIRST, _DELIMITER, _AT_TRIGGERS, _TOKEN, _EQUAL, _TOKEN_VALUE, _TRIGGERS])],
     claims=[
         Claim("With two <s> the sink is on them, together.", (SINK["two_bos"] > 0.7).in_every_seed()),
         Claim("They share it.", ((_FIRST["two_bos"] > 0.1) & (_FIRST["two_bos"] < 0.9)).in_every_seed(),
@@ -88,8 +91,9 @@ BACKCOPY_RULES = Study(
     pictures=[ByStep("sink_attention_rest", x_scale="log", name="sink")],
 )  # fmt: skip
 
-_ON_FIRST, _TRIGGERS_ON_FIRST = Metric("first_key/layer_0"), Metric("active_first_key/layer_0")
-_TRIGGERS_ON_TRIGGERS = Metric("active_trigger_keys/layer_0")
+_ON_FIRST, _ON_TRIGGERS, _TRIGGERS_ON_FIRST, _TRIGGERS_ON_TRIGGERS = shares(
+    *(f"{name}/layer_0" for name in ("first_key", "trigger_keys", "active_first_key", "active_trigger_keys"))
+)
 _VALUE_RATIO = Metric("value norm, <s> over others, layer 0",
                       lambda of: of["value_norm_first/layer_0"] / of["value_norm_rest/layer_0"])  # fmt: skip
 _EXCESS = Metric("largest excess risk (nats)", lambda of: max(risk(of) for risk in RISKS))
@@ -111,7 +115,7 @@ NEEDED_HEAD = Study(
     "it. In a skip-bigram the next token always depends on the one before the current one: every query needs it. In "
     "reverse it does except after triggers, which alone do not need it. Weights are those of the second half of a "
     "sequence, active_* at triggers; equal weights would put 0.021 on a key. Criteria are older than the runs.",
-    columns=[_ON_FIRST, _TRIGGERS_ON_FIRST, "trigger_keys/layer_0", _TRIGGERS_ON_TRIGGERS, _VALUE_RATIO,
+    columns=[_ON_FIRST, _TRIGGERS_ON_FIRST, _ON_TRIGGERS, _TRIGGERS_ON_TRIGGERS, _VALUE_RATIO,
              "sink_logit_gap", *RISKS],
     claims=[
         Claim("Each task is learned.", (_EXCESS["*"] < 0.15).in_every_seed()),

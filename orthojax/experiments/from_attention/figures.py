@@ -31,6 +31,7 @@ from orthojax.experiments.claims import (
     kurtosis_limit,
     largest,
     peak,
+    shares,
     smallest,
 )
 from orthojax.experiments.figures import Scale, maps
@@ -83,7 +84,14 @@ _EQUAL = Metric(  # the mean of 1 / (t + 1) over queries t that see all of the f
     lambda of: float(np.mean(1 / np.arange(measures.KEYS + 1, of["data.sequence_length"] + 1))),
 )
 _WINNER = Metric("winning key", lambda of: float(round(of["winner"])))
-_WINNER_MASS, _OTHERS_MASS = Metric("winner_mass"), Metric("others_mass")
+_WINNER_MASS, _OTHERS_MASS, *_OF_WINNER = shares(
+    "winner_mass",
+    "others_mass",
+    "winner_fraction",
+    "winner_of_heads",
+    "winner_of_sequences",
+    "largest_mass_of_sequence",
+)
 
 
 def _one_key_dominates(variant: str) -> Expr:
@@ -126,8 +134,7 @@ FIGURE2 = Study(
     measures=(measures.FIRST_KEYS,),
     note="Softmax and Adam; targets that the relaxed mask shows enter neither the loss nor either perplexity. Rows "
     "have no BOS, as in the paper: it would be privileged by what it is. Masses are of queries after the first ten.",
-    columns="perplexity_after_first_keys winner winner_mass others_mass winner_fraction winner_of_heads "
-    "winner_of_sequences largest_mass_of_sequence",
+    columns=["perplexity_after_first_keys winner", _WINNER_MASS, _OTHERS_MASS, *_OF_WINNER],
     claims=[
         Claim("One of the first 10 tokens still dominates (section 3.2, Figure 2).",
               _one_key_dominates("relaxed"), _one_key_dominates("causal")),
