@@ -112,8 +112,7 @@ SOFTMAX1_SINKS = Study(
     "to 512, or learned from 1; softmax-1 also has biases, no <s> (whose metrics are then those of the first token), "
     "or <s> hidden from non-triggers in training. `hidden: NAME` is of the trained model with <s> hidden. Criteria "
     "were written when it was known that softmax-1 keeps the sink, and before any of these runs.",
-    columns=[_SINK, _AT_START, _NULL, _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, _TRIGGERS,
-             _HIDDEN_BIGRAM],
+    columns=[_SINK, _AT_START, _NULL, _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, _HIDDEN_BIGRAM],
     claims=[
         Claim("Softmax-1 keeps the sink and the drain.",
               ((_SINK["softmax1"] > 0.5) & (_RATIO["softmax1"] < 0.5)).in_every_seed(),
