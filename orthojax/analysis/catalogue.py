@@ -8,6 +8,7 @@ with its equation and source.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -311,6 +312,7 @@ def label(name: str) -> str:
     return name.replace("_", " ") if found is None else found.label
 
 
+@functools.cache
 def limits(name: str) -> tuple[float, float]:
     """Returns the smallest and the largest value that a metric may have; for an unknown one, any.
 
