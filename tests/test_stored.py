@@ -152,8 +152,7 @@ def test_a_joined_report_states_the_provenance_of_all(tmp_path):
         (tmp_path / name / "results.json").write_text(json.dumps(raw))
     notes = make_report(read_results(STUDY, tmp_path / "a", tmp_path / "b")).notes
     assert "2026-01-01; 2026-02-02, cpu; gpu, jax 1 and 2, flax 1" in notes
-    assert [note for note in notes if "sha256" in note] == [
-        "text, 12 training tokens, sha256 ab", "other, sha256 unknown"]  # fmt: skip
+    assert {"text, 12 training tokens, sha256 ab", "other"} <= set(notes)
     assert notes[-1] == "1.51 minutes of training and computing, summed over runs"
     assert read_results(STUDY, tmp_path / "a").raw == RESULTS
     with pytest.raises(UserError, match="2 rows of vanilla, seed 0, in "):

@@ -299,7 +299,7 @@ def _quantised(setting: str) -> Definition:
     layers = "linear layers and the output head" if head else "linear layers"
     definition = f"Perplexity with {layers} quantised as {words} in `orthojax.quant`."
     label = f"perplexity, {words}, with the head" if head else f"perplexity, {words}"
-    return Definition("", label, "", definition, low=0, group="quantisation")
+    return Definition("", label, "", definition, low=1, group="quantisation")
 
 
 def label(name: str) -> str:
