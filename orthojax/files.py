@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import glob
+import hashlib
 import json
 import math
 import os
@@ -156,6 +157,29 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{what} {path} holds a JSON {type(values).__name__}", allowed="a JSON object")
     return values
+
+
+def write_with_digest(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes values as JSON with the sha256 of the values and of the .npz file of the same name, if there is one."""
+    write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1) + "\n")
+
+
+def read_with_digest(path: Path, what: str) -> dict[str, Any]:
+    """Returns the values that `write_with_digest` wrote.
+
+    Raises:
+      UserError: If they or the arrays were changed; older files have no sha256 to tell.
+    """
+    values = read_json(path, what)
+    if values.pop("sha256", None) not in (None, _digest(path, values)):
+        raise UserError(f"{path} or its arrays were changed", hint="without that file they are made again")
+    return values
+
+
+def _digest(path: Path, values: Mapping[str, Any]) -> str:
+    arrays = path.with_suffix(".npz")
+    content = json.dumps(values).encode() + (arrays.read_bytes() if arrays.exists() else b"")
+    return hashlib.sha256(content).hexdigest()
 
 
 def try_lock(file: IO) -> bool | None:

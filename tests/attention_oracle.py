@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from typing import get_args
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as vendor
@@ -9,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 
+from orthojax.ops import normalizers
 from orthojax.ops.attention import cudnn, splash
 from orthojax.ops.attention.inputs import prepare_inputs
 from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
-NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": SINK, "relu": "relu"}
-NORMALIZERS |= {"gelu": "gelu", "sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2), "softpick": "softpick"}
+NORMALIZERS = {name: name for name in get_args(normalizers.Name)}
+NORMALIZERS |= {"softmax_n": 0.5, "sink": SINK, "clipped": ClippedSoftmax(-0.1, 1.2)}
 
 
 def normal(*shape, seed=0, dtype=np.float64):

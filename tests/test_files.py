@@ -15,9 +15,10 @@ from orthojax.places import find_checkpoint, find_place
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b"[1]", b"null",
+        b"", b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b"[1]", b"null", b"3", bytes(100),
+        '{"é": 1}'.encode("latin-1"), '{"a": 1}'.encode("utf-16"), b'\xef\xbb\xbf{"a": 1}',
     ],
-    ids=["empty", "cut", "encoding", "integer", "nested", "list", "null"],
+    ids="empty cut encoding integer nested list null number zeros latin-1 utf-16 marked".split(),
 )  # fmt: skip
 def test_damaged_json_names_the_file(tmp_path, content):
     path = tmp_path / "report.json"
@@ -50,6 +51,19 @@ def test_addresses_are_no_paths(tmp_path, monkeypatch, address):
     for path in ("a:b", "C:/x", "a/b://c", "C"):
         files.require_local(path, "workdir")
     assert [path.name for path in tmp_path.iterdir()] == ["C"]
+
+
+def test_files_with_a_digest_are_read_until_they_are_changed(tmp_path):
+    path = tmp_path / "computed.json"
+    path.with_suffix(".npz").write_bytes(b"arrays")
+    files.write_with_digest(path, {"rows": [{"metrics": {"x": 0.1}, "axes": (1, 2)}]})
+    content = path.read_bytes()
+    assert files.read_with_digest(path, "rows") == {"rows": [{"metrics": {"x": 0.1}, "axes": [1, 2]}]}
+    for changed, new in ((path, content.replace(b"0.1", b"0.2")), (path.with_suffix(".npz"), b"others")):
+        path.write_bytes(content)
+        changed.write_bytes(new)
+        with pytest.raises(UserError, match=r"computed\.json or its arrays were changed"):
+            files.read_with_digest(path, "rows")
 
 
 def test_only_regular_files_are_read(tmp_path):

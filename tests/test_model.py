@@ -3,6 +3,7 @@ import functools
 import itertools
 import math
 import re
+from typing import get_args
 
 import flax.linen as nn
 import jax
@@ -13,6 +14,7 @@ from model_oracle import numpy_forward, random_params, stacked_params
 from thinned import quick_and_slow
 
 from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, replace
+from orthojax.config.model import NormalizerName
 from orthojax.errors import UserError
 from orthojax.model import (
     Taps,
@@ -45,8 +47,7 @@ LATENT_AND_EXPERTS = dataclasses.replace(
                     mscale_all=0.5),
     experts=ExpertsConfig(num_experts=6, per_token=2, num_shared=2, d_expert=5, scale=1.5),
 )  # fmt: skip
-NORMALIZERS = ["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax"]
-NORMALIZERS += ["softpick"]
+NORMALIZERS = get_args(NormalizerName)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 7)))
 
 

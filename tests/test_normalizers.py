@@ -1,5 +1,7 @@
 """Every normalizer against its definition in float64; its masks, derivatives and extremes."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,12 @@ from attention_oracle import NORMALIZERS, weights
 from jax.test_util import check_grads
 
 from orthojax import ops
+from orthojax.config.model import NormalizerName
+from orthojax.ops import normalizers
 from orthojax.ops.normalizers import (
     ClippedSoftmax,
     apply_normalizer,
     clipped_softmax,
-    gelu,
-    relu,
-    sigmoid,
     sink_logit,
     softmax,
     softmax1,
@@ -27,8 +28,8 @@ SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
 HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
 CLIPPED = lambda x, axis=-1, where=None: clipped_softmax(x, -0.1, 1.2, axis, where)  # noqa: E731
-ALL = {"softmax": softmax, "softmax1": softmax1, "softmax_n": HALF, "sink": WITH_SINK, "relu": relu, "sigmoid": sigmoid}
-ALL |= {"gelu": gelu, "clipped": CLIPPED, "softpick": softpick}
+ALL = {name: getattr(normalizers, name) for name in get_args(normalizers.Name)}
+ALL |= {"softmax_n": HALF, "sink": WITH_SINK, "clipped": CLIPPED}
 MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
 
 
@@ -110,6 +111,10 @@ def test_rows_of_minus_infinity_are_zero(dtype):
     for name, (y, gradient) in values_and_gradients(jnp.full((2, 5), -jnp.inf, dtype)).items():
         np.testing.assert_array_equal(y, np.zeros((2, 5)), err_msg=name)
         np.testing.assert_array_equal(gradient, np.zeros((2, 5)), err_msg=name)
+
+
+def test_every_name_can_be_set_in_the_config():
+    assert set(get_args(normalizers.Name)) <= set(get_args(NormalizerName))  # `test_model` applies all of the config's
 
 
 # Eq. 1 and its neighbours.

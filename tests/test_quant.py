@@ -150,7 +150,7 @@ def test_kernels_and_products_agree_with_qwix(bits, qtype, bound):
 # Narrow floats.
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", [name for name in quant.MORE_SETTINGS if name not in INTEGERS])
 def test_a_layer_of_narrow_floats_is_the_product_of_its_rounded_operands(name, x64):
     x = RNG.normal(size=(2, 5, 150))
     kernel = RNG.normal(size=(150, 140)) * np.exp(RNG.normal(size=140))
@@ -273,6 +273,7 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "zeropoint", "output_channel", float_features=1), "float_features=1"),
     (lambda: quant.setting_named("w4a8_group46"), "w4a8_group64"),
     (lambda: QuantizationSetting(8, "absmax", "block"), "weights='block'"),
+    (lambda: QuantizationSetting(8, "absmaxx", "tensor"), r"scheme='absmaxx'.*\nallowed: 'absmax', .*\n.*'absmax'\?"),
     (lambda: QuantizationSetting(4, "e4m3", "tensor"), "bits=4"),
     (lambda: QuantizationSetting(8, "e4m3", "output_channel", group_size=8), "group_size=8"),
     (lambda: QuantizationSetting(8, "e4m3", "tensor", float_features=1), "float_features=1"),

@@ -46,6 +46,7 @@ from orthojax.analysis.catalogue import compared_with as compared_with
 from orthojax.analysis.catalogue import conditions as conditions
 from orthojax.analysis.catalogue import define as define
 from orthojax.analysis.catalogue import label as label
+from orthojax.analysis.catalogue import limits as limits
 from orthojax.analysis.catalogue import show as show
 from orthojax.analysis.extremes import Extremes as Extremes
 from orthojax.analysis.extremes import largest_activations as largest_activations

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -238,20 +238,6 @@ def attention_picture(loaded: LoadedModel, name: str, tokens: np.ndarray, heads:
     return Picture(f"{name}_attention", f"{name}: attention weights on a given text.", figure)
 
 
-# Metrics that share an axis, each in a panel of its own, and the scale of the axis.
-_CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
-    ("loss_nats validation_loss_nats", "linear"),
-    ("first_attention_fraction first_attention_mass", "linear"),
-    ("sink_logit_gap", "linear"),
-    ("attention_entropy_nats", "linear"),
-    ("kurtosis_first kurtosis_rest", "log"),
-    ("max_abs_first max_abs_rest", "log"),
-    ("residual_norm_first residual_norm_rest", "log"),
-    ("value_norm_first value_norm_rest", "log"),
-    ("grad_norm", "log"),
-)
-
-
 def report(
     measured: Mapping[str, Measured],
     sources: Sequence[str],
@@ -380,21 +366,20 @@ def _by_layer(of: Measured) -> dict[int, dict[str, float]]:
 
 
 def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_label: str) -> list[Picture]:
-    """Draws metrics over layers or steps, one picture for all that share an axis, with a panel for each metric.
+    """Draws metrics over layers or steps in the pictures that the catalogue says, with a panel for each metric.
 
     `curves` is label -> x -> metrics; a metric is drawn if at least two x have it.
     """
+    drawn = [metric for metric in analysis.CATALOGUE.values() if metric.curves]
     pictures = []
-    for metrics, scale in _CURVES:
+    for name, log in {metric.curves: metric.log for metric in drawn}.items():
         panels: dict[str, dict[str, figures.Curve]] = {}
-        for metric in metrics.split():
+        for metric in (metric for metric in drawn if metric.curves == name):
             for label, of in curves.items():
-                points = {x: found[metric] for x, found in of.items() if metric in found}
+                points = {x: found[metric.name] for x, found in of.items() if metric.name in found}
                 if len(points) > 1:
-                    curve = list(points), np.array([list(points.values())])
-                    panels.setdefault(analysis.label(metric), {})[label] = curve
+                    panels.setdefault(metric.label, {})[label] = list(points), np.array([list(points.values())])
         if panels:
-            figure = figures.lines(panels, x_label=x_label, y_label="", y_scale=scale)
-            name = f"{metrics.split()[0]}_by_{x_label}"
-            pictures.append(Picture(name, f"{'; '.join(panels)}, by {x_label}.", figure))
+            figure = figures.lines(panels, x_label=x_label, y_label="", y_scale="log" if log else "linear")
+            pictures.append(Picture(f"{name}_by_{x_label}", f"{'; '.join(panels)}, by {x_label}.", figure))
     return pictures

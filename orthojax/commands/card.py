@@ -29,10 +29,9 @@ from orthojax.train import Inputs, rounded_perplexities
 from orthojax.train.evaluation import validation_loss_nats
 
 SCHEMA = "orthojax-card-1"
-FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4",
-           "nvfp4")  # fmt: skip
+FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", *quant.FLOATS)
 QUICK = ("int8_coarse", "w4a4")
-_ROTATED = ("int8_coarse", "w4a4", "mxfp4", "nvfp4")
+_ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
 _PROPAGATED, _PROPAGATED_ROWS = ("int8_coarse", "w4a4"), 2
 _STREAMED_ROWS, _SINKS = 4, 4
 _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from orthojax.config import Config
-from orthojax.experiments.stored import NUMBER, check, read_with_digest, write_with_digest
+from orthojax.experiments.stored import NUMBER, check
+from orthojax.files import read_with_digest, write_with_digest
 from orthojax.train import init_state, make_mesh, make_train_step, place_rows, state_shapes
 
 REPEATS = 9

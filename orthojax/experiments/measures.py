@@ -14,8 +14,8 @@ import numpy as np
 from orthojax import analysis, quant
 from orthojax.data import load_tokenizer
 from orthojax.errors import UserError
-from orthojax.experiments.stored import check_metrics, read_with_digest, write_with_digest
-from orthojax.files import finite, write_atomically
+from orthojax.experiments.stored import check_metrics
+from orthojax.files import finite, read_with_digest, write_atomically, write_with_digest
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate, rounded_perplexities
 from orthojax.train.step import split_tokens

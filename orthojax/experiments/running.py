@@ -20,9 +20,9 @@ from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
 from orthojax.experiments.results import Results
-from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check, read_with_digest, write_with_digest
+from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, results_of
-from orthojax.files import finite, make_folder, write_text
+from orthojax.files import finite, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
 from orthojax.train import (
     DivergedError,

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ class ClippedSoftmax:
 _SOFTPICK_EPSILON = 1e-8
 
 Axis = int | tuple[int, ...] | None
-Normalizer = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick"] | float | jax.Array | ClippedSoftmax
+Name = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick"]  # functions of this module
+Normalizer = Name | float | jax.Array | ClippedSoftmax
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -279,7 +280,7 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, gelu, sigmoid, softpick)}
+_BY_NAME = {name: globals()[name] for name in get_args(Name)}
 _ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
 
 

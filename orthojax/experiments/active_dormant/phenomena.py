@@ -8,7 +8,7 @@ from orthojax.config import Config, replace
 from orthojax.experiments.active_dormant import measures
 from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, PEAK, RISKS, SINK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
-from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, smallest
+from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, shares, smallest
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.pictures import ByLayer, ByStep, Maps
 from orthojax.experiments.report import Table
@@ -25,7 +25,9 @@ _LOG_R = Metric("sink_logit_gap/layer_0/log_r")
 _VALUE = "value_norm_first/layer_0"
 _ON_BOS, _ON_OTHERS = Metric("sink_logit_spread"), Metric("other_logit_spread")
 _ACTIVE, _ELSEWHERE = Metric("active_at_triggers"), Metric("active_elsewhere")
-_FOUND, _CALLED = Metric("triggers_found/layer_0"), Metric("others_called_triggers/layer_0")
+_FOUND, _CALLED, _DORMANT = shares(
+    *(f"{name}/layer_0" for name in ("triggers_found", "others_called_triggers", "dormant_sink"))
+)
 _HALF = [Metric(f"{name}/half_step") for name in (
     BIGRAM.name, COPY.name, "sink_attention_rest/layer_0", "sink_logit_gap/layer_0", _VALUE)]  # fmt: skip
 _RISE = Metric("largest over first value norm of <s>", lambda of: of[f"{_VALUE}/largest"] / of[f"{_VALUE}/start"])
@@ -114,7 +116,7 @@ ONE_LAYER = Study(
         Claim("Logits on <s> are concentrated.", _ON_BOS["softmax"] < 0.5 * _ON_OTHERS["softmax"]),
         Claim("The head is active at triggers and dormant elsewhere.",
               (_ACTIVE["softmax"] > 0.9) & (_ELSEWHERE["softmax"] < 0.3)),
-        Claim("If no trigger comes, every query is dormant.", Metric("dormant_sink/layer_0")["softmax"] > 0.9),
+        Claim("If no trigger comes, every query is dormant.", _DORMANT["softmax"] > 0.9),
         Claim("Weights on <s> tell triggers from other tokens.",
               (_FOUND["softmax"] > 0.99) & (_CALLED["softmax"] < 0.3)),
         Claim("Attention does the backcopy only: without it the bigram is as good as before.",
@@ -197,9 +199,11 @@ _GROWTH, _LINEAR = Metric(f"{_FIRST}/growth"), Metric(f"{_FIRST}/linear_r")
 _SLOPE = Metric("growth of the norm in 1,000 steps", lambda of: 1000 * of[f"{_FIRST}/linear_slope"])
 _CHANNEL = Metric("kurtosis of the residual stream at <s>, largest of the layers",
                   lambda of: float(of.layers("kurtosis_first").max()))  # fmt: skip
-_COSINE, _DECAY, _WEAK, _KEY = _GRADIENT = [
-    Metric(f"gradient_{name}/layer_0") for name in ("final_cosine", "decay", "weak_share", "key_cosine")
-]
+_GRADIENTS = [
+    [Metric(f"gradient_final_cosine/layer_{i}"), Metric(f"gradient_decay/layer_{i}"),
+     *shares(f"gradient_weak_share/layer_{i}"), Metric(f"gradient_key_cosine/layer_{i}")] for i in (0, 1)
+]  # fmt: skip
+_COSINE, _DECAY, _WEAK, _KEY = _GRADIENTS[0]
 # The verdicts on the whole gradient are in the first reports: not another criterion, but another metric.
 _OTHER_GRADIENT = (
     "the gradient was first that of the whole loss, which the prediction at <s> itself dominates; it is that of all "
@@ -232,8 +236,7 @@ THREE_LAYERS = Study(
     tables=[
         Columns("Residual norm of <s> over the others', by layer",
                 [f"residual_peak_ratio/layer_{i}" for i in range(3)]),
-        Columns("The gradient after the first and the second layer",
-                [*_GRADIENT, *(of.name.replace("layer_0", "layer_1") for of in _GRADIENT)]),
+        Columns("The gradient after the first and the second layer", [*_GRADIENTS[0], *_GRADIENTS[1]]),
     ],
     claims=[
         Claim("Under Adam the residual norm of <s> after the first layer grows.",

@@ -25,7 +25,7 @@ from orthojax.analysis.backcopy import backcopy_risk_nats, bigram_excess_risk_na
 from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.measures import half_step, line
 from orthojax.experiments.active_dormant.runs import letters
-from orthojax.experiments.claims import Claim, Metric
+from orthojax.experiments.claims import Claim, Metric, shares
 from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study
 from orthojax.experiments.tables import Columns
@@ -317,7 +317,7 @@ SIMPLIFIED_MODEL = Study(
 )  # fmt: skip
 
 _GROWTH, _LINEAR, _SLOPE = Metric("growth"), Metric("linear_r"), Metric("slope_per_1000")
-_SHARE = Metric("largest_share")
+(_SHARE,) = shares("largest_share")
 # Of either sign, since its factor in every logit, alpha, may have either.
 _TURNED = Metric("|cosine| of <s> with its key", lambda of: abs(of["key_cosine"]))
 

@@ -8,21 +8,9 @@ import numpy as np
 
 from orthojax import analysis
 from orthojax.config import replace
+from orthojax.experiments import claims as c
 from orthojax.experiments.base import BREAKING_MODEL, METHODS
-from orthojax.experiments.claims import (
-    COARSE,
-    NO_OUTLIERS,
-    OUTLIERS,
-    PEAK,
-    Claim,
-    Metric,
-    cured_outliers,
-    fraction_left,
-    loses_less,
-    lost,
-    no_perplexity_lost,
-    outliers,
-)
+from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.measures import FOUR_BITS, Measure, Measured, Say
 from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study
@@ -65,16 +53,16 @@ def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     `last_id_over_share` is of the mask or the end of the prefix; `kurtosis_of_id` is the largest mean kurtosis of an
     id, and `norm_of_id_over_mean` the largest mean norm of an id over that of all tokens.
     """
-    c, size = loaded.config.model, loaded.config.eval.batch_size
-    tokens = np.asarray(split_tokens(inputs.evaluation, c)[0])
+    model, size = loaded.config.model, loaded.config.eval.batch_size
+    tokens = np.asarray(split_tokens(inputs.evaluation, model)[0])
     parts = (jnp.asarray(tokens[i : i + size]) for i in range(0, len(tokens), size))
-    batches = ((part, part, jnp.zeros(c.vocab_size)) for part in parts)
+    batches = ((part, part, jnp.zeros(model.vocab_size)) for part in parts)
     seen = jax.device_get(analysis.measure(loaded, batches, observe_keys, join=_add))
     total: Any = jax.tree.map(lambda layers: layers.sum(0), seen)
-    frequent = total["count"][1] >= _ROWS_WITH_ID * len(tokens) * c.num_layers
+    frequent = total["count"][1] >= _ROWS_WITH_ID * len(tokens) * model.num_layers
 
     def of_ids(above: str, below: str) -> np.ndarray:
-        return np.divide(total[above][1], total[below][1], out=np.zeros(c.vocab_size), where=frequent)
+        return np.divide(total[above][1], total[below][1], out=np.zeros(model.vocab_size), where=frequent)
 
     position = total["mass"][0] / total["share"][0]
     over, kurtoses, norms = of_ids("mass", "share"), of_ids("kurtosis", "count"), of_ids("norm", "count")
@@ -106,7 +94,7 @@ _TIMES = 5  # a key with this many times its share is called a sink
 SINK = Metric("largest attention to a key over its share",
               lambda of: max(of["position_over_share"], of["id_over_share"]))  # fmt: skip
 _OF_ID = Metric("kurtosis_of_id")
-_LOST = (COARSE, "w4a4")
+_LOST = (c.COARSE, "w4a4")
 _V, _C = "vanilla_*", "cured_*"
 
 BIDIRECTIONAL = Study(
@@ -124,8 +112,8 @@ BIDIRECTIONAL = Study(
     "most. The last id, 2079, is the mask or the end of the prefix, 2078 and below are sentinels. Prefixes have one "
     "length, so their end is at position 51 of every row. Criteria were committed before any run.",
     columns=["perplexity kurtosis_first kurtosis_rest kurtosis_of_id first_attention_fraction first_attention_mass",
-             SINK, "first_over_share last_id_over_share", PEAK,
-             "norm_of_id_over_mean", *(lost(name) for name in _LOST)],
+             SINK, "first_over_share last_id_over_share", c.PEAK,
+             "norm_of_id_over_mean", *(c.lost(name) for name in _LOST)],
     tables=[
         Columns("Where it is", ["position_over_share position_of_largest id_over_share id_of_largest kurtosis_of_id "
                 "id_of_kurtosis norm_of_id_over_mean id_of_norm"]),
@@ -133,18 +121,18 @@ BIDIRECTIONAL = Study(
                  "perplexity kurtosis_first kurtosis_rest kurtosis_of_id", "first_attention_mass") for mask in _MASKS),
     ],
     claims=[
-        Claim("A bidirectional model grows outliers, at the first token or at others.", outliers(_V)),
-        Claim("It grows them at some token, whatever its id.", _OF_ID[_V] > OUTLIERS),
+        Claim("A bidirectional model grows outliers, at the first token or at others.", c.outliers(_V)),
+        Claim("It grows them at some token, whatever its id.", _OF_ID[_V] > c.OUTLIERS),
         Claim(f"It has a sink: some key gets {_TIMES} times its share or more.", SINK[_V] >= _TIMES),
         Claim("The sink is the first token.", Metric("first_over_share")[_V] >= 0.9 * SINK[_V], SINK[_V] >= _TIMES),
         Claim("The sink is the mask, or the end of the prefix.",
               Metric("last_id_over_share")[_V] >= 0.9 * SINK[_V], SINK[_V] >= _TIMES),
-        cured_outliers("The cure removes the outliers.", _C, _V),
-        Claim("The cure leaves no outliers at a token of any id.", _OF_ID[_C] < NO_OUTLIERS, _OF_ID[_V] > OUTLIERS),
+        c.cured_outliers("The cure removes the outliers.", _C, _V),
+        Claim("The cure leaves no outliers at a token of any id.", _OF_ID[_C] < c.NO_OUTLIERS, _OF_ID[_V] > c.OUTLIERS),
         Claim("The cure takes half of the excess off that key, and no other takes its place.",
-              fraction_left(SINK[_V], SINK[_C], 1.0) <= 0.5, SINK[_V] >= 2.0),
-        no_perplexity_lost("The cure costs no perplexity.", _C, _V),
-        *(loses_less(name, f"The cured model loses less at {name}.", _C, _V) for name in _LOST),
+              c.fraction_left(SINK[_V], SINK[_C], 1.0) <= 0.5, SINK[_V] >= 2.0),
+        c.no_perplexity_lost("The cure costs no perplexity.", _C, _V),
+        *(c.loses_less(name, f"The cured model loses less at {name}.", _C, _V) for name in _LOST),
     ],
     headlines=[("kurtosis_first", f"vanilla_{mask}", f"cured_{mask}") for mask in _MASKS],
     pictures=[ByStep("first_attention_fraction", name="dominance"),
