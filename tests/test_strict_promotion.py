@@ -59,7 +59,7 @@ for name in ("fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"):
     of_floats = quant.quantized_linear(quant.setting_named(name))
     CASES[f"linear: {name}"] = (lambda x, w, of=of_floats: of(x, w, None, "mlp"), HIDDEN, (D, 6))
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))
-for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"):
+for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick"):
     CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
 OF_HIDDEN = """
     kurtosis_first kurtosis_rest kurtosis_pooled max_abs_first max_abs_rest max_abs_first_maximum max_abs_rest_maximum
