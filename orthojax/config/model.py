@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from orthojax.config.fields import (
     AT_LEAST_0,
@@ -21,7 +21,6 @@ GatedMlp = Literal["swiglu", "geglu", "swiglu_clamped"]
 Mlp = Literal["gelu", "gelu_exact", "relu", GatedMlp, "experts", "linear", "none"]
 Implementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
 Remat = bool | Literal["dots", "full"]
-T = TypeVar("T")
 
 _SIZE = Range(lambda size: 0 < size <= 2**20, "1 to 2**20")  # more is a typo, and would take minutes to trace
 _LAYERS = Range(lambda count: 0 < count <= 2**12, "1 to 2**12")
@@ -399,10 +398,10 @@ class ModelConfig:
         return self.rope_local_theta, None
 
 
-def _each(value: T | tuple[T, ...]) -> tuple[T, ...]:
+def _each(value: Any) -> tuple[Any, ...]:
     """Returns the values of a field that has one for all layers or one per layer."""
     return value if isinstance(value, tuple) else (value,)
 
 
-def _at(value: T | tuple[T, ...], layer: int) -> T:
+def _at(value: Any, layer: int) -> Any:
     return value[layer] if isinstance(value, tuple) else value

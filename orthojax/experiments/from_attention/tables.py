@@ -49,7 +49,7 @@ from orthojax.experiments.claims import (
 from orthojax.experiments.from_attention import models
 from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.experiments.from_attention.channels import OUTPUT_WEIGHTS, correlation, output_norms
-from orthojax.experiments.from_attention.models import ABOUT, ABOUT_CHANCE, SCALES, C, O, S, V, grid, retested
+from orthojax.experiments.from_attention.models import ABOUT, ABOUT_CHANCE, SCALES, C, O, S, V, retested, variants
 from orthojax.experiments.pictures import ByStep, Maps, Points
 from orthojax.experiments.results import Numbers, Result, Results
 from orthojax.experiments.study import Given, Study
@@ -73,7 +73,7 @@ def points(setting: str) -> Metric:
     return Metric(f"points of perplexity lost at {setting}", of, signed)
 
 
-def loses_less(setting: str, says: str) -> Claim:
+def cure_loses_less(setting: str, says: str) -> Claim:
     """Returns the claim that a setting costs cured models less than vanilla ones."""
     less = lost(setting)[C] < lost(setting)[V]
     return retested(says, less, either_loses(setting, V, C), _CURED_ALONE, either_loses(setting, V))
@@ -102,7 +102,7 @@ _MOST_LOST = largest_of_all(lambda of: of[f"perplexity_{INT4}"] / of["perplexity
 TABLE1 = Study(
     name="table1",
     title="Table 1: weights of 4 bits break other models, and not the cured ones",
-    runs=lambda scale: grid(scale, methods=("vanilla", "cured")),
+    runs=lambda scale: variants(scale, methods=("vanilla", "cured")),
     scales=SCALES,
     models=lambda given: given,
     note="Models given by --model are measured on the held-out rows of their own data; cured are those trained with "
@@ -157,7 +157,7 @@ def _coarse_by_seed(scope: Scope) -> str:
 TABLE2 = Study(
     name="table2",
     title="Table 2: softmax-1 and OrthoAdam, alone and together: perplexity, outliers, first-token attention",
-    runs=grid,
+    runs=variants,
     scales=SCALES,
     measures=(OUTPUT_WEIGHTS,),
     note=f"{ABOUT} {ABOUT_CHANCE} {_INT8_NOTE}",
@@ -228,7 +228,7 @@ _AT_COARSE = Points("coarse", "Outliers, and the fraction by which int8 coarse r
 TABLE3 = Study(
     name="table3",
     title="Table 3: quantisation after training: int8 coarse, moderate, fine, and 4-bit, vanilla and cured",
-    runs=lambda scale: grid(scale, methods=("vanilla", "cured")),
+    runs=lambda scale: variants(scale, methods=("vanilla", "cured")),
     scales=SCALES,
     measures=(OUTPUT_WEIGHTS,),
     note=f"{ABOUT} Int8 is absmax: coarse has one scale per tensor for inputs, outputs and weights, moderate for "
@@ -237,7 +237,7 @@ TABLE3 = Study(
     paper=paper.TABLE_3,
     tables=quantisation_tables(*INT8, PER_TOKEN, INT4),
     claims=[
-        *(loses_less(setting, f"Softmax-1 with OrthoAdam makes models more robust to {setting} (5.2).")
+        *(cure_loses_less(setting, f"Softmax-1 with OrthoAdam makes models more robust to {setting} (5.2).")
           for setting in (*INT8, INT4)),
         # The paper's own GPT2 lose 0.8% to 1.9%.
         retested("Cured models maintain performance at coarse and moderate (5.2; in the paper not Llama2).",
@@ -276,7 +276,7 @@ _STEP_RATIO, _STEP_LOWER, _STEP_UPPER, _PROGRAM_RATIO, _STATE_RATIO = (
 TABLE4 = Study(
     name="table4",
     title="Table 4: time and memory of a training step; trains nothing",
-    runs=lambda scale: grid(scale, methods=("vanilla", "cured")),
+    runs=lambda scale: variants(scale, methods=("vanilla", "cured")),
     scales=SCALES,
     cost_reference=lambda name: name.replace("_cured", "_vanilla"),
     trains=False,
@@ -442,7 +442,7 @@ TABLE6 = Study(
                  "Table 2, which these share, were known"),
         Claim("Cured is not worse than vanilla at any length, and better at int8 coarse.",
               (PPL[C] <= 1.01 * PPL[V]) & (_COARSE[C] < _COARSE[V])),
-        *(loses_less(setting, f"At every length cured loses less to {setting}.") for setting in INT8),
+        *(cure_loses_less(setting, f"At every length cured loses less to {setting}.") for setting in INT8),
     ],
     pictures=[_AT_COARSE],
 )  # fmt: skip
@@ -518,7 +518,7 @@ _WIDEST_HAS_OUTLIERS = FIRST[_BY_WIDTH[-1]] > OUTLIERS
 TABLE8 = Study(
     name="table8",
     title="Table 8: width and the largest activation of vanilla models",
-    runs=lambda scale: grid(scale, methods=("vanilla",)),
+    runs=lambda scale: variants(scale, methods=("vanilla",)),
     scales=SCALES,
     note=f"{ABOUT} The paper's maximum activation value, alpha, is Table 2's column of the first token: the largest "
     "|activation| over channels at position 0, its mean over sequences and then over layers.",
@@ -554,7 +554,7 @@ _OF_REST = Metric("correlation of other tokens", _correlation("rest"))
 TABLE9 = Study(
     name="table9",
     title="Table 9: correlation of kurtosis and norm ratio over layers",
-    runs=grid,
+    runs=variants,
     scales=SCALES,
     models=lambda given: given,
     note=f"{ABOUT} Kurtosis and norm ratio (max / l2 norm) are means over the evaluation set at each layer; Pearson's "
