@@ -24,16 +24,14 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 class Range(NamedTuple):
-    """What holds for the values of a field, and the same in words; None is in every range."""
+    """What holds for a value, or every value of a tuple, and the same in words; None is in every range."""
 
     holds: Callable[[Any], bool]
     allowed: str
 
 
-AT_LEAST_0 = Range(lambda n: n >= 0, "at least 0")
-AT_LEAST_1 = Range(lambda n: n >= 1, "at least 1")
-NOT_NEGATIVE = Range(lambda x: x >= 0.0, "a finite number >= 0")
-POSITIVE = Range(lambda x: x > 0.0, "a finite positive number")
+NOT_NEGATIVE = Range(lambda x: x >= 0, "at least 0")
+POSITIVE = Range(lambda x: x > 0, "above 0")
 SHARE = Range(lambda x: 0.0 <= x <= 1.0, "0 to 1")
 SEED = Range(lambda seed: seed >= 0, "0 to 2**32 - 1")  # `check_fields` sets the upper bound
 
@@ -97,8 +95,10 @@ def check_fields(config: Any, group: str, checks: Callable[[], Iterable[Check]] 
     check_types(config, group)
     for field in dataclasses.fields(config):
         value, within = getattr(config, field.name), field.metadata.get("within")
-        if value is not None and within is not None:
-            require(within.holds(value), f"{group}.{field.name}={value}", within.allowed)
+        if within is not None:
+            items = value if isinstance(value, tuple) else (value,)
+            holds = all(item is None or within.holds(item) for item in items)
+            require(holds, f"{group}.{field.name}={value}", within.allowed)
     for holds, problem, allowed in checks():
         require(holds, f"{group}.{problem}", allowed)
 

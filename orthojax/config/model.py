@@ -4,16 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from orthojax.config.fields import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Check,
-    Range,
-    check_fields,
-    setting,
-)
+from orthojax.config.fields import NOT_NEGATIVE, POSITIVE, Check, Range, check_fields, setting
 
 Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_single", "none"]
 NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "softpick"]
@@ -24,8 +15,6 @@ Remat = bool | Literal["dots", "full"]
 
 _SIZE = Range(lambda size: 0 < size <= 2**20, "1 to 2**20")  # more is a typo, and would take minutes to trace
 _LAYERS = Range(lambda count: 0 < count <= 2**12, "1 to 2**12")
-_FACTORS = Range(lambda factors: all(x > 0.0 for x in factors), "positive numbers")
-_WINDOW = Range(lambda windows: all(n is None or n > 0 for n in _each(windows)), "a positive number, or none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +41,14 @@ class RopeConfig:
     fraction: float = setting(1.0, Range(lambda x: 0.0 < x <= 1.0, "above 0, 1 at most"))
     scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
     factor: float = setting(1.0, Range(lambda x: x >= 1.0, "a finite number >= 1"))
-    original_length: int = setting(8192, AT_LEAST_1)
+    original_length: int = setting(8192, POSITIVE)
     low_frequency_factor: float = setting(1.0, POSITIVE)
     high_frequency_factor: float = setting(4.0, POSITIVE)
     mscale: float = setting(1.0, NOT_NEGATIVE)
     mscale_all: float = setting(0.0, NOT_NEGATIVE)
     truncate: bool = True
-    short_factors: tuple[float, ...] = setting((), _FACTORS)
-    long_factors: tuple[float, ...] = setting((), _FACTORS)
+    short_factors: tuple[float, ...] = setting((), POSITIVE)
+    long_factors: tuple[float, ...] = setting((), POSITIVE)
 
     def __post_init__(self):
         check_fields(self, "model.rope", self._checks)
@@ -87,10 +76,10 @@ class LatentConfig:
       d_value: Width of the values of one head; None means the width of queries and keys.
     """
 
-    d_latent: int = setting(512, AT_LEAST_1)
-    d_query_latent: int | None = setting(None, AT_LEAST_1)
-    d_rotary: int = setting(64, AT_LEAST_1)
-    d_value: int | None = setting(None, AT_LEAST_1)
+    d_latent: int = setting(512, POSITIVE)
+    d_query_latent: int | None = setting(None, POSITIVE)
+    d_rotary: int = setting(64, POSITIVE)
+    d_value: int | None = setting(None, POSITIVE)
 
     def __post_init__(self):
         check_fields(self, "model.latent")
@@ -113,12 +102,12 @@ class ExpertsConfig:
       use_bias: Biases in the router and in every linear layer of each routed expert, regardless of `model.use_bias`.
     """
 
-    num_experts: int = setting(8, AT_LEAST_1)
-    per_token: int = setting(2, AT_LEAST_1)
-    num_shared: int = setting(0, AT_LEAST_0)
-    d_expert: int | None = setting(None, AT_LEAST_1)
-    groups: int = setting(1, AT_LEAST_1)
-    groups_per_token: int = setting(1, AT_LEAST_1)
+    num_experts: int = setting(8, POSITIVE)
+    per_token: int = setting(2, POSITIVE)
+    num_shared: int = setting(0, NOT_NEGATIVE)
+    d_expert: int | None = setting(None, POSITIVE)
+    groups: int = setting(1, POSITIVE)
+    groups_per_token: int = setting(1, POSITIVE)
     normalize: bool = False
     scale: float = setting(1.0, NOT_NEGATIVE)
     mlp: GatedMlp = "swiglu"
@@ -216,12 +205,12 @@ class ModelConfig:
     """
 
     # Sizes.
-    vocab_size: int = setting(2048, AT_LEAST_1)
-    max_length: int = setting(1024, AT_LEAST_1)
+    vocab_size: int = setting(2048, POSITIVE)
+    max_length: int = setting(1024, POSITIVE)
     d_model: int = setting(128, _SIZE)
     num_layers: int = setting(4, _LAYERS)
     num_heads: int = setting(4, _SIZE)
-    num_kv_heads: int | None = setting(None, AT_LEAST_1)
+    num_kv_heads: int | None = setting(None, POSITIVE)
     d_head: int | None = setting(None, _SIZE)
     d_mlp: int = setting(512, _SIZE)
     # Positions.
@@ -240,11 +229,11 @@ class ModelConfig:
     attention: bool | tuple[bool, ...] = True
     normalizer: NormalizerName = "softmax1"
     normalizer_n: float = setting(1.0, NOT_NEGATIVE)
-    logits_width: int | None = setting(None, AT_LEAST_1)
+    logits_width: int | None = setting(None, POSITIVE)
     attention_soft_cap: float | None = setting(None, POSITIVE)
-    attention_window: int | tuple[int | None, ...] | None = setting(None, _WINDOW)
+    attention_window: int | tuple[int | None, ...] | None = setting(None, POSITIVE)
     attention_mask: Literal["causal", "full", "prefix"] = "causal"
-    relaxed_causal_tokens: int = setting(0, AT_LEAST_0)
+    relaxed_causal_tokens: int = setting(0, NOT_NEGATIVE)
     gated_attention: bool | Literal["elementwise"] = False
     latent: LatentConfig | None = None
     # MLP.

@@ -3,27 +3,14 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import Literal, get_args
 
-from orthojax.config.fields import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SEED,
-    SHARE,
-    Check,
-    Range,
-    check_fields,
-    check_types,
-    require,
-    setting,
-)
+from orthojax.config.fields import NOT_NEGATIVE, POSITIVE, SEED, SHARE, Check, Range, check_fields, require, setting
 from orthojax.config.model import ModelConfig
 from orthojax.errors import UserError, nearest
 
 _DECAY = Range(lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
-_STEPS = Range(lambda steps: all(step >= 0 for step in steps), "steps of at least 0")
 _DEVICES = Range(lambda size: size == -1 or size >= 1, "at least 1, or -1 for all devices left")
 
 OptimizerName = Literal["adam", "orthoadam", "rmsprop", "sgd", "lion", "muon"]
@@ -83,7 +70,7 @@ class OptimConfig:
     optimizer: OptimizerName | str = "orthoadam"
     rotated: bool = False
     learning_rate: float = setting(1e-3, POSITIVE)
-    warmup_steps: int = setting(100, AT_LEAST_0)
+    warmup_steps: int = setting(100, NOT_NEGATIVE)
     final_learning_rate_fraction: float = setting(0.1, SHARE)
     b1: float = setting(0.9, _DECAY)
     b2: float = setting(0.999, _DECAY)
@@ -177,7 +164,7 @@ class DataConfig:
     objective: Literal["next_token", "masked", "span_corruption"] = "next_token"
     seed: int = setting(0, SEED)
     repeated_share: float = setting(0.0, SHARE)
-    trigger_count: int = setting(3, AT_LEAST_1)
+    trigger_count: int = setting(3, POSITIVE)
     rule: TriggerRule = "backcopy"
     other_rule: TriggerRule = "markov"
     other_rule_probability: float = setting(0.0, SHARE)
@@ -299,26 +286,26 @@ class TrainConfig:
       keep_every_steps: Checkpoints at multiples of this are never deleted; 0: none.
     """
 
-    steps: int = setting(1000, AT_LEAST_1)
-    batch_size: int = setting(16, AT_LEAST_1)
-    accumulation_steps: int = setting(1, AT_LEAST_1, affects="computation")
+    steps: int = setting(1000, POSITIVE)
+    batch_size: int = setting(16, POSITIVE)
+    accumulation_steps: int = setting(1, POSITIVE, affects="computation")
     logits_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", affects="computation")
-    steps_per_dispatch: int | None = setting(None, AT_LEAST_1, affects="computation")
+    steps_per_dispatch: int | None = setting(None, POSITIVE, affects="computation")
     activation_penalty: float = setting(0.0, NOT_NEGATIVE)
     seed: int = setting(0, SEED)
     init_from: str = setting("", affects="start")
     allow_normalizer_change: bool = setting(False, affects="start")
-    log_every_steps: int = setting(20, AT_LEAST_1, affects="nothing")
-    probe_every_steps: int = setting(100, AT_LEAST_0, affects="nothing")
-    probe_steps: tuple[int, ...] = setting((), _STEPS, affects="nothing")
+    log_every_steps: int = setting(20, POSITIVE, affects="nothing")
+    probe_every_steps: int = setting(100, NOT_NEGATIVE, affects="nothing")
+    probe_steps: tuple[int, ...] = setting((), NOT_NEGATIVE, affects="nothing")
     probe: str = setting("", affects="nothing")
-    probe_sequences: int = setting(8, AT_LEAST_1, affects="nothing")
+    probe_sequences: int = setting(8, POSITIVE, affects="nothing")
     tensorboard: bool = setting(False, affects="nothing")
     wandb: bool = setting(False, affects="nothing")
-    eval_every_steps: int = setting(100, AT_LEAST_0, affects="nothing")
-    checkpoint_every_steps: int = setting(100, AT_LEAST_1, affects="nothing")
-    keep_checkpoints: int = setting(2, AT_LEAST_1, affects="nothing")
-    keep_every_steps: int = setting(0, AT_LEAST_0, affects="nothing")
+    eval_every_steps: int = setting(100, NOT_NEGATIVE, affects="nothing")
+    checkpoint_every_steps: int = setting(100, POSITIVE, affects="nothing")
+    keep_checkpoints: int = setting(2, POSITIVE, affects="nothing")
+    keep_every_steps: int = setting(0, NOT_NEGATIVE, affects="nothing")
 
     def __post_init__(self):
         check_fields(self, "train", self._checks)
@@ -356,8 +343,8 @@ class EvalConfig:
         have fewer. If the mesh does not divide that batch, every device takes all of it.
     """
 
-    sequences: int = setting(256, AT_LEAST_1)
-    batch_size: int = setting(32, AT_LEAST_1)
+    sequences: int = setting(256, POSITIVE)
+    batch_size: int = setting(32, POSITIVE)
 
     def __post_init__(self):
         check_fields(self, "eval")
@@ -375,10 +362,12 @@ class Config:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self):
-        check_types(self, "config")
+        check_fields(self, "config", self._checks)
+
+    def _checks(self) -> Iterator[Check]:
         model, length, steps, warmup = self.model, self.data.sequence_length, self.train.steps, self.optim.warmup_steps
         objective = {"causal": "next_token", "full": "masked", "prefix": "span_corruption"}[model.attention_mask]
-        checks = [
+        yield from [
             (model.position != "learned" or length <= model.max_length,
              f"data.sequence_length={length} is longer than model.max_length={model.max_length}",
              f"at most {model.max_length} if positions are learned"),
@@ -394,20 +383,17 @@ class Config:
              "model.dtype='float16', in which small gradients are lost: training has no loss scaling",
              "'float32' or 'bfloat16'"),
         ]  # fmt: skip
-        for check in checks:
-            require(*check)
         if -1 not in (self.mesh.data, self.mesh.fsdp):
-            self._require_rows(self.mesh.data * self.mesh.fsdp)
+            yield from self._checks_of_rows(self.mesh.data * self.mesh.fsdp)
 
-    def _require_rows(self, shares: int) -> None:
-        rows, batch, evaluated = shares * self.train.accumulation_steps, self.train.batch_size, self.eval.batch_size
-        require(
-            batch % rows == 0,
-            f"train.batch_size={batch} is not divisible by mesh.data * mesh.fsdp * train.accumulation_steps = {rows}",
-            f"a multiple of {rows}",
-        )
-        problem = f"eval.batch_size={evaluated} is not divisible by mesh.data * mesh.fsdp = {shares}"
-        require(evaluated % shares == 0, problem, f"a multiple of {shares}")
+    def _checks_of_rows(self, shares: int) -> list[Check]:
+        train, evaluation, rows = self.train.batch_size, self.eval.batch_size, shares * self.train.accumulation_steps
+        by = "is not divisible by mesh.data * mesh.fsdp"
+        return [
+            (train % rows == 0, f"train.batch_size={train} {by} * train.accumulation_steps = {rows}",
+             f"a multiple of {rows}"),
+            (evaluation % shares == 0, f"eval.batch_size={evaluation} {by} = {shares}", f"a multiple of {shares}"),
+        ]  # fmt: skip
 
     @property
     def seeded_optim(self) -> OptimConfig:
@@ -423,5 +409,6 @@ class Config:
           UserError: If the devices are too few, or a batch does not divide.
         """
         data, fsdp, tensor = self.mesh.sizes(device_count)
-        self._require_rows(data * fsdp)
+        for check in self._checks_of_rows(data * fsdp):
+            require(*check)
         return data, fsdp, tensor
