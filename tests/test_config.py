@@ -76,17 +76,14 @@ def test_every_type_is_read_from_text_or_refused():
 # Overrides.
 
 OVERRIDES = {
-    "model.d_model": ("256", 256),
     "model.num_kv_heads": ("2", 2),
     "model.position": ("rotary", "rotary"),
     "model.attention": ("true", True),
-    "model.scan_layers": ("false", False),
     "optim.learning_rate": ("3e-4", 3e-4),
     "optim.clip_norm": ("none", None),
     "optim.rotation.kind": ("haar", "haar"),
     "data.tokenizer": ("bytes", "bytes"),
     "train.steps": ("2e3", 2000),
-    "eval.sequences": ("64", 64),
 }
 
 
@@ -148,9 +145,30 @@ BAD_OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "word"), BAD_OVERRIDES)
-def test_bad_override_is_refused_in_three_lines(path, value, word):
-    assert word in "\n".join(refusal(replace, Config(), {path: value}))
+ROTARY = {"model.position": "rotary"}
+LATENT = ROTARY | {"model.latent.d_rotary": 2}
+LONGROPE = {"model.rope.scaling": "longrope", "model.rope.short_factors": (1.0,), "model.rope.long_factors": (1.0,)}
+BACKCOPY = {"data.kind": "bigram_backcopy"}
+TOGETHER = [
+    *((ROTARY | {"model.d_head": 3}, "an even number"), (ROTARY | {"model.rope_local_theta": 9.0}, "and a window")),
+    *((LATENT | {"model.num_kv_heads": 2}, "num_kv_heads=2"), (LATENT | {"model.qk_norm": "head"}, "qk_norm='head'")),
+    *((LATENT | {"model.rope.fraction": 0.5}, "d_rotary"), (LATENT | {"model.latent.d_rotary": 32}, "1 to 31")),
+    *((LONGROPE, "16 of each"), (ROTARY | {"model.rope.scaling": "dynamic", "model.d_head": 2}, "one pair")),
+    *(({"model.rope.scaling": "yarn", "model.rope_theta": 1.0}, "above 1"), ({"model.dtype": "float16"}, "loss")),
+    *(({"model.fixed_rotation": True}, "scan_layers=false"), ({"model.rope.high_frequency_factor": 0.5}, "above low")),
+    ({"model.fixed_rotation": True, "model.embedding_projection": True}, "one of them"),
+    *(({"model.experts.groups": 3}, "num_experts=8"), ({"model.experts.groups_per_token": 2}, "all or fewer")),
+    *(({"model.experts.per_token": 9}, "up to the 8"), ({"train.allow_normalizer_change": True}, "init_from")),
+    *((BACKCOPY | {"data.repeated_share": 0.5}, "'embedded'"), ({"mesh.data": -1, "mesh.fsdp": -1}, "one -1")),
+    (BACKCOPY | {"data.delimiter": True, "data.sequence_length": 2}, "at least 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"), [*(({path: value}, word) for path, value, word in BAD_OVERRIDES), *TOGETHER]
+)
+def test_bad_override_is_refused_in_three_lines(changes, word):
+    assert word in "\n".join(refusal(replace, Config(), changes))
 
 
 def test_no_field_takes_a_number_that_no_array_can_hold():
