@@ -12,7 +12,6 @@ from orthojax.ops.normalizers import (
     gelu,
     relu,
     sigmoid,
-    sink_logit,
     softmax,
     softmax1,
     softmax_n,

@@ -82,30 +82,24 @@ class OptimConfig:
     rotation: RotationConfig = RotationConfig()
 
     def __post_init__(self):
-        check_fields(self, "optim")
+        check_fields(self, "optim", self._checks)
         if self.momentum == 0.0 and self.optimizer != "muon":  # as configs of 0.1.0 say
             object.__setattr__(self, "momentum", None)
-        known = get_args(OptimizerName)
-        if self.optimizer not in known and not re.fullmatch(r"[\w.]+:\w+", self.optimizer):
-            problem = f"optim.optimizer={self.optimizer!r} is not valid"
+
+    def _checks(self) -> list[Check]:
+        known, name, embeddings = get_args(OptimizerName), self.optimizer, self.muon_embeddings
+        if name not in known and not re.fullmatch(r"[\w.]+:\w+", name):
             allowed = f"{' | '.join(known)}, or module:function"
-            raise UserError(problem, allowed=allowed, hint=nearest(self.optimizer, known))
-        require(
-            self.momentum is None or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
-            f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
-            "none, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
-        )
-        chosen = f"optim.muon_embeddings={self.muon_embeddings!r}"
-        require(
-            self.muon_embeddings is None or self.optimizer == "muon",
-            f"{chosen} is not read by optim.optimizer={self.optimizer!r}",
-            "none, or optimizer 'muon'",
-        )
-        require(
-            self.muon_embeddings != "orthoadam" or (self.rotation.embeddings and not self.rotated),
-            f"{chosen} with optim.rotated={self.rotated}, optim.rotation.embeddings={self.rotation.embeddings}",
-            "optim.rotated=false, which rotates all parameters, and optim.rotation.embeddings=true",
-        )
+            raise UserError(f"optim.optimizer={name!r} is not valid", allowed=allowed, hint=nearest(name, known))
+        by_name, chosen = f"is not read by optim.optimizer={name!r}", f"muon_embeddings={embeddings!r}"
+        return [
+            (not self.momentum or name in ("sgd", "muon") or ":" in name, f"momentum={self.momentum} {by_name}",
+             "none, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum"),
+            (embeddings is None or name == "muon", f"{chosen} {by_name}", "none, or optimizer 'muon'"),
+            (embeddings != "orthoadam" or (self.rotation.embeddings and not self.rotated),
+             f"{chosen} with optim.rotated={self.rotated}, optim.rotation.embeddings={self.rotation.embeddings}",
+             "optim.rotated=false, which rotates all parameters, and optim.rotation.embeddings=true"),
+        ]  # fmt: skip
 
     @property
     def momentum_or_default(self) -> float | None:

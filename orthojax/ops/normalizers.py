@@ -16,7 +16,6 @@ import numpy as np
 
 from orthojax.ops.statistics import at_least_float32
 
-
 _SOFTPICK_EPSILON = 1e-8
 
 Axis = int | tuple[int, ...] | None
