@@ -69,12 +69,16 @@ CASES = {
         "position": "rotary",
         "rope": RopeConfig(scaling="llama3", factor=2.0, original_length=8),
         "embedding_projection": True,
-        "gated_norm_rank": 3,
     },
     "gelu": {"position": "learned", "attention_window": 3, "attention_implementation": "xla_chunked"},
     "sigmoid": {"position": "learned", "attention": (False, True), "mlp": ("gelu", "none"), **UNROLLED},
-    "clipped_softmax": {"position": "rotary", "attention_window": 4, "relaxed_causal_tokens": 3, "qk_norm": "all"},
-    "softpick": {"position": "rotary", "num_kv_heads": 2, "gated_attention": "value", "use_bias": True},
+    "softpick": {
+        "position": "rotary",
+        "attention_window": 4,
+        "relaxed_causal_tokens": 3,
+        "qk_norm": "all",
+        "use_bias": True,
+    },
 }
 
 

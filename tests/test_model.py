@@ -75,18 +75,13 @@ ORACLE_CONFIGS = {
     "gpt2": GPT2,
     "llama2": LLAMA2,
     "rich": RICH,
-    "rich, chunked": dataclasses.replace(RICH, attention_implementation="xla_chunked", normalizer="clipped_softmax"),
+    "rich, chunked": dataclasses.replace(RICH, attention_implementation="xla_chunked", normalizer="sigmoid"),
     "gated relu": dataclasses.replace(
         GPT2, gated_attention=True, normalizer="relu", mlp="relu", norm="layernorm_nonparametric"
     ),
     "a gate for each channel": dataclasses.replace(LLAMA2, gated_attention="elementwise", normalizer="softpick"),
-    "gated values": dataclasses.replace(
-        LLAMA2, num_kv_heads=2, gated_attention="value", use_bias=True, relaxed_causal_tokens=2
-    ),
-    "gated values of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="value"),
     "gated channels of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True),
-    "projected embeddings, gated norms": dataclasses.replace(GPT2, embedding_projection=True, gated_norm_rank=3),
-    "gated norms of sums": dataclasses.replace(LLAMA2, block="post_norm", gated_norm_rank=2, embedding_projection=True),
+    "projected embeddings": dataclasses.replace(GPT2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "gpt-oss": dataclasses.replace(
         LLAMA2,
@@ -113,15 +108,12 @@ ORACLE_CONFIGS = {
         final_soft_cap=3.0,
         attention_window=(None, 3),
         rope_local_theta=30.0,
-        gated_norm_rank=2,
         rope=LATENT_AND_EXPERTS.rope,
     ),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
-    "norms by layer": bigram_backcopy(
-        **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
-    ),
+    "bigram-backcopy": bigram_backcopy(**SMALL, mlp=("linear", "relu"), normalizer="gelu"),
     "post-norm": dataclasses.replace(
-        GPT2, block="post_norm", normalizer="gelu", mlp_norm=False, mlp=("relu", "none"), attention_norm=(True, False)
+        GPT2, block="post_norm", normalizer="gelu", mlp=("relu", "none"), attention=(False, True)
     ),
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
     "latent attention and experts": LATENT_AND_EXPERTS,
@@ -135,7 +127,7 @@ ORACLE_CONFIGS = {
 }
 
 
-REPEATED = ("llama2", "latent attention and experts", "gated values of latents", "gated channels of latents")
+REPEATED = ("llama2", "latent attention and experts", "gated channels of latents")
 
 
 @pytest.mark.parametrize("name", quick_and_slow(ORACLE_CONFIGS, REPEATED))
@@ -166,10 +158,6 @@ def test_equal_windows_of_all_layers_are_one_window():
     assert program((3, 3)) == program(3)
     assert program((None, None)) == program(None)
     assert program((3, None)) != program(3)
-    with pytest.raises(UserError, match=r"attention_window=\(0, None\)"):
-        dataclasses.replace(TINY, attention_window=(0, None))
-    with pytest.raises(UserError, match=r"scan_layers=false"):
-        dataclasses.replace(TINY, attention_window=(2, None), scan_layers=True)
 
 
 def test_unread_taps_cost_nothing():
@@ -303,8 +291,7 @@ FIELDS = {
     "mlp": ({"mlp": "swiglu"}, "geglu"),
     "attention_window": ({"attention_window": 2}, (2, None)),
     "attention_mask": ({}, "full"),
-    "gated_attention": ({"gated_attention": "elementwise"}, "value"),
-    "gated_norm_rank": ({}, 2),
+    "gated_attention": ({"gated_attention": True}, "elementwise"),
     "embedding_projection": ({}, True),
     "normalizer": ({}, "softpick"),
     "residual_dtype": ({}, "bfloat16"),
@@ -320,18 +307,7 @@ def test_a_field_changes_parameters_or_logits(field):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
 
 
-def test_fields_of_published_models_are_refused_where_they_say_nothing():
-    with pytest.raises(UserError, match="rope_local_theta"):
-        dataclasses.replace(TINY, position="rotary", rope_local_theta=100.0)
-    with pytest.raises(UserError, match="rope_local_theta"):
-        dataclasses.replace(TINY, attention_window=3, rope_local_theta=100.0)
-    with pytest.raises(UserError, match="rotary_layers"):
-        dataclasses.replace(TINY, rotary_layers=(True, False))
-    for scaling, factors in (("longrope", ()), ("linear", (1.0, 2.0))):
-        with pytest.raises(UserError, match="short_factors"):
-            RopeConfig(scaling=scaling, short_factors=factors, long_factors=factors)
-    with pytest.raises(UserError, match="cudnn"):
-        dataclasses.replace(TINY, attention_soft_cap=3.0, attention_implementation="cudnn")
+def test_capped_logits_are_no_plain_product():
     capped = dataclasses.replace(TINY, final_soft_cap=3.0)
     assert Transformer(capped).head_kernel({}) is None  # so that no loss multiplies hidden states by it
 
@@ -447,7 +423,7 @@ def test_bfloat16_leaves_parameters_and_logits_float32(tied):
     [
         ("rich", 2 * 8 + 1),
         ("latent attention and experts", 2 * 6 + 3 + 7 + 1),
-        ("projected embeddings, gated norms", 2 * 6 + 2 * 4 + 2 + 2),
+        ("projected embeddings", 2 * 6 + 2),
     ],
 )
 def test_every_kernel_passes_through_the_linear_function(name, count):
@@ -455,7 +431,7 @@ def test_every_kernel_passes_through_the_linear_function(name, count):
 
     def recording(x, kernel, bias, path):
         paths.append(path)
-        biased = config.has_bias and not re.search(r"^head|_norm_gate/|^embedding_output", path)
+        biased = config.has_bias and not re.search(r"^head|^embedding_output", path)
         assert (bias is not None) == biased
         return linear(x, kernel, bias, path)
 
@@ -527,14 +503,6 @@ def test_bigram_backcopy_has_its_published_start():
             np.testing.assert_allclose(x.std(), 1.0, rtol=0.02, err_msg=name)
     _, residual = apply(config, params, tokens, observe=lambda taps: taps.residual)
     assert 20.0 < np.linalg.norm(residual[0, 0, 0]) < 28.0  # published at the start: 24.3
-
-
-def test_scanned_or_miscounted_norms_by_layer_are_refused():
-    for name in ("attention_norm", "mlp_norm"):
-        with pytest.raises(UserError, match=rf"model\.{name}=.*layers"):
-            ModelConfig(num_layers=2, **{name: (True, False)})
-        with pytest.raises(UserError, match=rf"model\.{name} names 3 layers"):
-            dataclasses.replace(TINY, **{name: (True, False, True)})
 
 
 @pytest.mark.parametrize(

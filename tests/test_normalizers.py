@@ -13,10 +13,7 @@ from orthojax import ops
 from orthojax.config.model import NormalizerName
 from orthojax.ops import normalizers
 from orthojax.ops.normalizers import (
-    ClippedSoftmax,
     apply_normalizer,
-    clipped_softmax,
-    sink_logit,
     softmax,
     softmax1,
     softmax_n,
@@ -27,9 +24,8 @@ from orthojax.ops.normalizers import (
 SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
 HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
-CLIPPED = lambda x, axis=-1, where=None: clipped_softmax(x, -0.1, 1.2, axis, where)  # noqa: E731
 ALL = {name: getattr(normalizers, name) for name in get_args(normalizers.Name)}
-ALL |= {"softmax_n": HALF, "sink": WITH_SINK, "clipped": CLIPPED}
+ALL |= {"softmax_n": HALF, "sink": WITH_SINK}
 MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
 
 
@@ -159,27 +155,6 @@ def test_large_logits_are_right_for_every_sink(n, size):
     np.testing.assert_allclose(by_sink, expected, rtol=1e-4, atol=1e-30)
 
 
-# Clipped softmax: exact zeros and ones of finite logits.
-
-
-def test_clipped_softmax_stretches_and_cuts_weights():
-    x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
-    np.testing.assert_allclose(clipped_softmax(x, -0.05, 1.0), [0.0, 0.034, 0.895], rtol=1e-5)
-    np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.25), [0.025, 0.1, 1.0], rtol=1e-5)
-    np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.0), jax.nn.softmax(x), rtol=1e-6)
-    y = clipped_softmax(x, -0.05, 1.25)
-    assert (y[0], y[2]) == (0.0, 1.0)  # exactly
-    np.testing.assert_array_equal(apply_normalizer(ClippedSoftmax(-0.05, 1.25), x), y)
-    assert sink_logit(ClippedSoftmax()) is None
-
-
-def test_cut_weights_have_no_gradient():
-    x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
-    jacobian = np.asarray(jax.jit(jax.jacrev(lambda x: clipped_softmax(x, -0.05, 1.2)))(x))
-    assert (jacobian[[0, 2]] == 0.0).all()
-    np.testing.assert_allclose(jacobian[1], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[1], rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_softpick_is_right_for_extreme_logits(dtype):
     rows = [[1e4, 1e4, -1e4, 0.0], [-1e4, -1e4, -1e4, -1e4], [1e4, -1e4, 50.0, -50.0], [1e-4, -1e-4, 0.0, 0.0]]
@@ -189,13 +164,6 @@ def test_softpick_is_right_for_extreme_logits(dtype):
     gradient = jax.grad(lambda x: jnp.sum(softpick(x)[:, 0]))(x)
     assert jnp.isfinite(gradient).all()
     np.testing.assert_array_equal(softpick(jnp.zeros((2, 3), dtype)), 0.0)
-
-
-@pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])
-def test_clipped_softmax_refuses_other_gamma_and_zeta(gamma, zeta):
-    for build in (lambda: ClippedSoftmax(gamma, zeta), lambda: clipped_softmax(jnp.zeros(3), gamma, zeta)):
-        with pytest.raises(ValueError, match=r"gamma .* zeta"):
-            build()
 
 
 # Derivatives.

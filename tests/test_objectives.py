@@ -170,7 +170,6 @@ def test_loss_and_measure_of_keys_are_those_of_the_float64_oracle(changes, opene
         ({"model.attention_mask": "prefix", "data.objective": "masked"}, "objective 'span_corruption'"),
         (FULL | {"model.attention_window": 4}, "attention_mask 'causal'"),
         (PREFIX | {"model.relaxed_causal_tokens": 4}, "attention_mask 'causal'"),
-        (PREFIX | {"model.attention_implementation": "splash"}, "xla_chunked"),
         (FULL | {"data.kind": "bigram_backcopy"}, "kinds with text"),
         (FULL | {"data.sequence_length": 7}, "at least 8"),
     ],

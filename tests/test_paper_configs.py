@@ -46,7 +46,7 @@ def test_settings_are_those_that_the_paper_states(name):
 
 
 def test_runs_of_tables_are_changes_of_these():
-    runs = models.grid("paper", methods=("vanilla", "cured"))
+    runs = models.variants("paper", methods=("vanilla", "cured"))
     for model in models.MODELS:
         assert runs[f"{model}_vanilla"] == config(f"paper/{model}")
         cured = runs[f"{model}_cured"]

@@ -83,7 +83,7 @@ KINDS = {
         "deepseek_v2",
     ),
     "softmax-1, unrolled": (ModelConfig(**UNROLLED, normalizer="softmax1", gated_attention=True), "orthojax"),
-    "projected embeddings": (gpt2("tiny", **SMALL, embedding_projection=True, gated_norm_rank=2), "orthojax"),
+    "projected embeddings": (gpt2("tiny", **SMALL, embedding_projection=True), "orthojax"),
     "learned sinks": (llama2("tiny", **SMALL, normalizer="learned_sink", use_bias=True), "orthojax"),
     "layers differ": (bigram_backcopy(**UNROLLED, attention=(False, True), mlp=("linear", "relu")), "orthojax"),
     "DeepSeek with softmax-1": (llama2("tiny", **UNROLLED, latent=LatentConfig(5, d_rotary=2), mlp="experts",

@@ -89,8 +89,6 @@ def test_a_model_with_an_outlier_channel_is_saved(bits):
 REFUSED = {
     "norm='layernorm'": {"norm": "layernorm"},
     "block='output_norm'": {"block": "output_norm"},
-    "gated_attention='value'": {"gated_attention": "value"},
-    "gated_norm_rank=4": {"gated_norm_rank": 4},
     "embedding_projection": {"embedding_projection": True},
     "fixed_rotation": {"fixed_rotation": True, "scan_layers": False},
 }

@@ -243,8 +243,7 @@ def test_square_kernels_turn_where_they_face_the_stream(name, axes):
         {"scan_layers": False},
         {"mlp": "swiglu", "d_mlp": 32, "gated_attention": True},
         {"gated_attention": "elementwise"},
-        {"gated_attention": "value"},
-        {"embedding_projection": True, "gated_norm_rank": 3, "tie_embeddings": False},
+        {"embedding_projection": True, "tie_embeddings": False},
     ],
 )
 def test_the_default_finds_the_d_model_axes_of_a_run(changes):

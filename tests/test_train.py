@@ -59,7 +59,7 @@ CONFIG = replace(TINY, SGD)
 # A model that has every kind of parameter.
 RICH = dataclasses.replace(
     CONFIG.model, norm="layernorm", use_bias=True, normalizer="learned_sink", mlp="swiglu", gated_attention=True,
-    tie_embeddings=False, embedding_projection=True, gated_norm_rank=3,
+    tie_embeddings=False, embedding_projection=True,
 )  # fmt: skip
 
 
@@ -196,10 +196,8 @@ def test_a_run_logs_loss_and_penalty_separately(tmp_path):
 PREVENTIONS = {
     "muon_embeddings": {"optim.optimizer": "muon", "optim.muon_embeddings": "orthoadam", "optim.momentum": 0.9},
     "elementwise": {"model.gated_attention": "elementwise"},
-    "value": {"model.gated_attention": "value"},
     "softpick": {"model.normalizer": "softpick"},
     "embedding_projection": {"model.embedding_projection": True},
-    "gated_norm": {"model.gated_norm_rank": 2},
     "activation_penalty": {"train.activation_penalty": 0.01},
     "soft_caps": {"model.attention_soft_cap": 5.0, "model.final_soft_cap": 5.0, "model.block": "sandwich_norm"},
     "gpt_oss": {"model.mlp": "experts", "model.experts.mlp": "swiglu_clamped", "model.experts.use_bias": True,
@@ -482,22 +480,6 @@ def test_an_optimizer_that_cannot_be_imported_is_refused(name):
         optimizer_of(OptimConfig(optimizer=name, warmup_steps=0), 10)
 
 
-def test_annealed_sinks_go_to_zero_on_a_line():
-    config = OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=0, sink_anneal_steps=4)
-    tree = {"layers": {"attention": {"sink": jnp.array([[-8.0, -2.0]]), "kernel": jnp.ones((2, 2))}}}
-    gradients = jax.tree.map(jnp.ones_like, tree)
-    plain, annealed = (optimizer_of(dataclasses.replace(config, sink_anneal_steps=n), 10) for n in (0, 4))
-    params, states = [tree, tree], [plain.init(tree), annealed.init(tree)]
-    for step in range(1, 7):
-        for i, optimizer in enumerate((plain, annealed)):
-            updates, states[i] = optimizer.update(gradients, states[i], params[i])
-            params[i] = optax.apply_updates(params[i], updates)
-        one, other = (of["layers"]["attention"] for of in params)
-        np.testing.assert_array_equal(one["kernel"], other["kernel"])
-        np.testing.assert_allclose(other["sink"], max(0, 1 - step / 4) * np.array([[-8.0, -2.0]]), atol=1e-6)
-    assert np.any(one["sink"] != other["sink"])
-
-
 def test_rmsprop_equals_its_equation():
     config = OptimConfig(optimizer="rmsprop", learning_rate=0.01, warmup_steps=0, b2=0.9, eps=1e-5, clip_norm=None)
     x = np.asarray(random_tree(0)["token_embedding"]["embedding"], np.float64)
@@ -517,7 +499,6 @@ WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "d_model": (-1,), "
 EMBEDDING = dict.fromkeys(READER, (-1,))
 HEAD = dict.fromkeys(READER, (-2,)) | {"writers": None}
 ALONE = dict.fromkeys(READER)
-GATE = WRITER | {"writers": None}  # [rank, d_model], what it writes is no term of the residual stream
 IN_A_LAYER = {
     **{f"attention/{name}/kernel": READER for name in ("query", "key", "value", "gate")},
     **{f"mlp/{name}/kernel": READER for name in ("input", "gate")},
@@ -525,8 +506,6 @@ IN_A_LAYER = {
     **{f"attention/{name}/bias": ALONE for name in ("query", "key", "value", "gate", "output")},
     **{f"mlp/{name}/bias": ALONE for name in ("input", "gate", "output")},
     **{f"{norm}/{name}": ALONE for norm in ("attention_norm", "mlp_norm") for name in ("scale", "bias")},
-    **{f"{norm}_gate/input/kernel": READER for norm in ("attention_norm", "mlp_norm")},
-    **{f"{norm}_gate/output/kernel": GATE for norm in ("attention_norm", "mlp_norm")},
     "attention/sink": ALONE,
 }
 OUTSIDE = {
@@ -535,8 +514,6 @@ OUTSIDE = {
     "head/kernel": HEAD,
     "embedding_output/kernel": WRITER,
     "head_input/kernel": READER,
-    "final_norm_gate/input/kernel": READER,
-    "final_norm_gate/output/kernel": GATE,
     "final_norm/scale": ALONE,
     "final_norm/bias": ALONE,
 }

@@ -19,7 +19,6 @@ from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, leaf_path, r
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
 _WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output", "embedding_output")
-_AT_D_MODEL = (*_WRITERS, "_norm_gate/output")  # whose last axis is d_model
 _OURS = ("kernel", "embedding", "scale", "bias", "sink")  # names of parameters
 _TABLES = ("token_embedding", "position_embedding", "head")
 # Added to a matrix's norm before its singular values are made 1. Clipping may leave much less than optax's 1e-8 beside
@@ -49,7 +48,7 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
             "output": (last,),
             "input": (before,),
             "both": (before, last),
-            "d_model": (last if module.endswith(_AT_D_MODEL) else before,),
+            "d_model": (last if module.endswith(_WRITERS) else before,),
             "writers": (last,) if module.endswith(_WRITERS) else (),
             "none": (),
         }[rotation.axes]
@@ -185,28 +184,4 @@ def make_optimizer(
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(schedule)))
-    if config.sink_anneal_steps:
-        parts.append(("sink_anneal", anneal_sinks(config.sink_anneal_steps)))
     return optax.named_chain(*parts)
-
-
-def anneal_sinks(steps: int) -> optax.GradientTransformation:
-    """Replaces the updates of learned sink logits: they go linearly to 0 in this many steps and stay there.
-
-    Equation: s(t + 1) = s(t) (1 - 1 / (steps - t)) after t < steps steps, which needs no memory of s(0).
-    """
-
-    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None) -> Any:
-        assert isinstance(state, optax.ScaleByScheduleState)
-        left = jnp.maximum(steps - state.count, 1)
-
-        def replaced(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
-            return -param / left if str(path[-1].key) == "sink" else update
-
-        count = optax.safe_increment(state.count)
-        return jax.tree_util.tree_map_with_path(replaced, updates, params), optax.ScaleByScheduleState(count)
-
-    def init(params: optax.Params) -> optax.OptState:
-        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
-    return optax.GradientTransformation(init, update)

@@ -6,7 +6,7 @@ first of three layers; here every layer is measured.
 
 from orthojax.config import Config, replace
 from orthojax.experiments.active_dormant import measures
-from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, PEAK, RISKS, SINK
+from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_PEAK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
 from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, shares, smallest
 from orthojax.experiments.measures import Measure, Measured, Say
@@ -90,7 +90,7 @@ ONE_LAYER = Study(
         },
         "relu": {COPY.name: 3.9e-6, "sink_attention": 1e-5},
     },
-    columns=[*RISKS, SINK, _GAP, _DRAIN, "residual_norm_first residual_norm_rest"],
+    columns=[*RISKS, SINK_MASS, _GAP, _DRAIN, "residual_norm_first residual_norm_rest"],
     tables=[
         Columns("Beside the published numbers",
                 [COPY, "sink_attention", _GAP_TOKENS, _LOW, _HIGH, _LOG_R, "sink_logit_gap/layer_0/log_slope", _ON_BOS,
@@ -103,7 +103,7 @@ ONE_LAYER = Study(
         Claim("The bigram is learned first, then backcopy, with the sink.",
               ((_HALF[0]["softmax"] <= _HALF[1]["softmax"]) & (_HALF[1]["softmax"] <= _HALF[2]["softmax"]))
               .in_every_seed()),
-        Claim("Non-triggers attend to <s>.", (SINK["softmax"] > 0.7).in_every_seed()),
+        Claim("Non-triggers attend to <s>.", (SINK_MASS["softmax"] > 0.7).in_every_seed()),
         Claim("For all kinds of tokens: the whole band of logit gaps is positive.",
               ((_GAP["softmax"] > 8) & (_LOW["softmax"] > 0)).in_every_seed()),
         Claim("The gap grows straight in ln t.", (_LOG_R["softmax"] > 0.97).in_every_seed()),
@@ -122,7 +122,7 @@ ONE_LAYER = Study(
         Claim("Attention does the backcopy only: without it the bigram is as good as before.",
               (_NO_ATTENTION[0]["softmax"] > 3) & (abs(_NO_ATTENTION[1]["softmax"]) < 0.02)),
         Claim("The MLP has the bigram.", _NO_MLP[1]["softmax"] > 1),
-        Claim("ReLU attention has no sink and drains no value.", (SINK["relu"] < 0.01) & (_DRAIN["relu"] > 0.5)),
+        Claim("ReLU attention has no sink and drains no value.", (SINK_MASS["relu"] < 0.01) & (_DRAIN["relu"] > 0.5)),
         Claim("ReLU attention costs no performance, at equal rates.", _costs_nothing("relu", "softmax")),
         Claim("ReLU attention costs no performance, each at its best rate.",
               _costs_nothing("relu_best", "softmax_best"), check(_inside, "relu_best", "softmax_best"),
@@ -223,7 +223,7 @@ THREE_LAYERS = Study(
     }),
     scales=SCALES,
     seeds=SEEDS,
-    measures=(measures.HISTORY, measures.MECHANISM, measures.OUTLIERS),
+    measures=(measures.HISTORY, measures.MECHANISM, measures.OUTLIER_MEASURES),
     note="Three blocks with one head; SGD has momentum 0.9. A peak is the norm of the residual stream at <s> over its "
     "mean at other tokens. The gradient is that of the loss at other positions with respect to the residual stream at "
     "<s>, from step 200 on. The paper's numbers are of one seed, after 10,000 steps at width 256.",
@@ -232,7 +232,7 @@ THREE_LAYERS = Study(
         "sgd": {_GROWTH.name: 20.4 / 24.3},
         "relu": {_GROWTH.name: 24.5 / 23.4},
     },
-    columns=[*RISKS, SINK, _GROWTH, _SLOPE, _LINEAR, PEAK, _CHANNEL],
+    columns=[*RISKS, SINK_MASS, _GROWTH, _SLOPE, _LINEAR, TOP_PEAK, _CHANNEL],
     tables=[
         Columns("Residual norm of <s> over the others', by layer",
                 [f"residual_peak_ratio/layer_{i}" for i in range(3)]),
@@ -242,14 +242,14 @@ THREE_LAYERS = Study(
         Claim("Under Adam the residual norm of <s> after the first layer grows.",
               (_GROWTH["adam"] > 3).in_every_seed()),
         Claim("It grows linearly.", (_LINEAR["adam"] > 0.97).in_every_seed()),
-        Claim("It is a peak: other tokens' norm does not follow.", (PEAK["adam"] > 2).in_every_seed()),
+        Claim("It is a peak: other tokens' norm does not follow.", (TOP_PEAK["adam"] > 2).in_every_seed()),
         Claim("Under SGD the sink stays and the norm of <s> after the first layer does not grow.",
-              (_GROWTH["*"] <= 1.5) & (SINK["*"] > 0.7), cases=_SGD_RATES),
-        Claim("Under SGD there is no peak after any layer.", (PEAK["*"] < 2).in_every_seed(), cases=_SGD_RATES,
+              (_GROWTH["*"] <= 1.5) & (SINK_MASS["*"] > 0.7), cases=_SGD_RATES),
+        Claim("Under SGD there is no peak after any layer.", (TOP_PEAK["*"] < 2).in_every_seed(), cases=_SGD_RATES,
               added="the first layer's norm alone had decided this, with 2.37 after the second layer"),
         Claim("ReLU attention removes the peak after the first layer.", _GROWTH["relu"] <= 1.3),
         Claim("ReLU attention removes it after every layer (the published data have it above 50 after the second and "
-              "third).", (PEAK["relu"] < 2).in_every_seed()),
+              "third).", (TOP_PEAK["relu"] < 2).in_every_seed()),
         Claim("(Ours, predicted) OrthoAdam keeps the peak, since its updates are as constant as Adam's.",
               (_GROWTH["orthoadam"] > 3).in_every_seed()),
         Claim("(Ours, predicted) OrthoAdam removes its channel.", _CHANNEL["orthoadam"] < 0.5 * _CHANNEL["adam"]),
@@ -302,7 +302,7 @@ PEAK_BLOCKS = Study(
     # Read off its bar chart, except for one exact value.
     paper={name: {_AFTER_FIRST.name: peak} for name, peak in {
         "two": 15.0, "three": 115.0, "two_mlp": 106.09, "mlp_one_mlp": 11.0, "attention_one_mlp": -1.0}.items()},
-    columns=[_AFTER_FIRST, "residual_peak_ratio/layer_0", PEAK, *RISKS],
+    columns=[_AFTER_FIRST, "residual_peak_ratio/layer_0", TOP_PEAK, *RISKS],
     tables=[Columns("Without the first layer", [_left(_AFTER_FIRST.name), _PEAK_LEFT, _GAP_LEFT, _VALUE_LEFT,
                                                 _COPY_WITHOUT, _BIGRAM_WITHOUT], rows="two three two_mlp")],
     claims=[

@@ -179,7 +179,7 @@ def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
     return optax.multi_transform({"copy": adamw(), "outer": outer}, labels)
 
 
-def measure(
+def training_metrics(
     apply: Apply, params: Params, tokens: jax.Array, oracle: jax.Array, trigger: jax.Array
 ) -> dict[str, jax.Array]:
     """Measures risks in nats, weight on <s> and its logits at non-triggers, values, residual norms of <s>.
@@ -236,7 +236,7 @@ def train(
         return (optax.apply_updates(params, updates), state), None
 
     run = jax.jit(lambda carry, drawn: jax.lax.scan(step, carry, drawn)[0])
-    look = jax.jit(lambda params: measure(apply, params, jnp.asarray(held_out), oracle, trigger))
+    look = jax.jit(lambda params: training_metrics(apply, params, jnp.asarray(held_out), oracle, trigger))
     carry, found, steps = (params, optimizer.init(params)), {}, shown[-1]
     for done, drawn in zip(range(0, steps + 1, _CHUNK), [*sequences(task, steps, seed), None], strict=False):
         if done in shown:

@@ -12,7 +12,7 @@ from orthojax.experiments import pictures
 from orthojax.experiments.claims import ByLayer, Claim, Expr, Metric
 from orthojax.experiments.figures import Scale, maps
 from orthojax.experiments.from_attention import channels, measures, rotations
-from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, grid, retested
+from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, retested, variants
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.report import Picture
 from orthojax.experiments.results import Numbers, Result, Results
@@ -36,7 +36,7 @@ def of_layers(metric: str, words: str, of: Callable[[np.ndarray], Any]) -> Metri
 FIGURE1 = Study(
     name="figure1",
     title="Figure 1: attention map and hidden states, vanilla and cured",
-    runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     models=lambda given: given,
     note="The paper shows a pretrained GPT2-Medium, which --model=NAME=CHECKPOINT adds to these maps, and its own "
@@ -196,7 +196,7 @@ FIGURE4 = Study(
     name="figure4",
     title="Figures 4 and 5: norms of the output projections by channel beside their summed second moments",
     # 130M, as in the paper; a smaller and a larger one as well if models are cheap.
-    runs=lambda scale: grid(scale, ["gpt2_130m"] if scale == "paper" else MODELS[:3], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"] if scale == "paper" else MODELS[:3], _PAIR),
     scales=SCALES,
     also=("figure5",),
     measures=(channels.OUTPUT_WEIGHTS, channels.LARGEST_CHANNEL_WEIGHTS),
@@ -256,7 +256,7 @@ _MORE = (_ADDED[_V350] > _ADDED[_C350]).in_every_seed()
 FIGURE6 = Study(
     name="figure6",
     title="Figure 6: kurtosis of each layer's output in the basis of OrthoAdam and in that of its singular vectors",
-    runs=lambda scale: grid(scale, ["gpt2_350m"], ("cured", "vanilla")),
+    runs=lambda scale: variants(scale, ["gpt2_350m"], ("cured", "vanilla")),
     scales=SCALES,
     measures=(measures.BASES,),
     note="X [T, D] is what a layer adds to the hidden states of one sequence (`added`), and the MLP's part alone "
@@ -366,7 +366,7 @@ def _study(figure: int, metric: str, words: str, claims: Sequence[Claim], y_scal
     return Study(
         name=f"figure{figure}",
         title=f"Figures {figure} to {figure + 4}: {words}, layer by layer",
-        runs=grid,
+        runs=variants,
         scales=SCALES,
         also=tuple(f"figure{n}" for n in range(figure + 1, figure + 5)),
         models=lambda given: given,
@@ -425,7 +425,7 @@ _GIVEN = ("The paper shows pretrained models here; --model=NAME=CHECKPOINT adds 
 FIGURE27 = Study(
     name="figure27",
     title="Figures 27 to 33: hidden states in the largest channels, and whether these are the same everywhere",
-    runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     also=tuple(f"figure{n}" for n in range(28, 34)),
     models=lambda given: given,
@@ -446,7 +446,7 @@ _SEEN = c.peak(_MASSES[_VANILLA]) > 2 * c.CHANCE[_VANILLA]
 FIGURE34 = Study(
     name="figure34",
     title="Figures 34 to 40: attention maps, mean over layers and three single layers",
-    runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     also=tuple(f"figure{n}" for n in range(35, 41)),
     models=lambda given: given,
@@ -469,7 +469,7 @@ _NATS, _JUMP, _RISE = Metric("loss_nats"), Metric("loss_jump_nats"), Metric("val
 FIGURE41 = Study(
     name="figure41",
     title="Figures 41 to 44: training curves of the four methods",
-    runs=grid,
+    runs=variants,
     scales=SCALES,
     also=("figure42", "figure43", "figure44"),
     measures=(measures.STABILITY,),

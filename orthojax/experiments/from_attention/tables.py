@@ -13,7 +13,7 @@ from orthojax.experiments.claims import Claim, Expr, Metric, Scope
 from orthojax.experiments.from_attention import models
 from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.experiments.from_attention.channels import OUTPUT_WEIGHTS, correlation, output_norms
-from orthojax.experiments.from_attention.models import ABOUT, ABOUT_CHANCE, SCALES, C, O, S, V, grid, retested
+from orthojax.experiments.from_attention.models import ABOUT, ABOUT_CHANCE, SCALES, C, O, S, V, retested, variants
 from orthojax.experiments.pictures import ByStep, Maps, Points
 from orthojax.experiments.results import Numbers, Result, Results
 from orthojax.experiments.study import Given, Study
@@ -37,7 +37,7 @@ def points(setting: str) -> Metric:
     return Metric(f"points of perplexity lost at {setting}", of, signed)
 
 
-def loses_less(setting: str, says: str) -> Claim:
+def cure_loses_less(setting: str, says: str) -> Claim:
     """Returns the claim that a setting costs cured models less than vanilla ones."""
     less = c.lost(setting)[C] < c.lost(setting)[V]
     return retested(says, less, c.either_loses(setting, V, C), _CURED_ALONE, c.either_loses(setting, V))
@@ -67,7 +67,7 @@ _MOST_LOST = c.largest_of_all(lambda of: of[_PPL4] / of["perplexity"] - 1, lambd
 TABLE1 = Study(
     name="table1",
     title="Table 1: weights of 4 bits break other models, and not the cured ones",
-    runs=lambda scale: grid(scale, methods=("vanilla", "cured")),
+    runs=lambda scale: variants(scale, methods=("vanilla", "cured")),
     scales=SCALES,
     models=lambda given: given,
     note="Models given by --model are measured on the held-out rows of their own data; cured are those trained with "
@@ -124,7 +124,7 @@ def _coarse_by_seed(scope: Scope) -> str:
 TABLE2 = Study(
     name="table2",
     title="Table 2: softmax-1 and OrthoAdam, alone and together: perplexity, outliers, first-token attention",
-    runs=grid,
+    runs=variants,
     scales=SCALES,
     measures=(OUTPUT_WEIGHTS,),
     note=f"{ABOUT} {ABOUT_CHANCE} {_INT8_NOTE}",
@@ -196,7 +196,7 @@ _AT_COARSE = Points("coarse", "Outliers, and the fraction by which int8 coarse r
 TABLE3 = Study(
     name="table3",
     title="Table 3: quantisation after training: int8 coarse, moderate, fine, and 4-bit, vanilla and cured",
-    runs=lambda scale: grid(scale, methods=("vanilla", "cured")),
+    runs=lambda scale: variants(scale, methods=("vanilla", "cured")),
     scales=SCALES,
     measures=(OUTPUT_WEIGHTS,),
     note=f"{ABOUT} Int8 is absmax: coarse has one scale per tensor for inputs, outputs and weights, moderate for "
@@ -205,7 +205,7 @@ TABLE3 = Study(
     paper=paper.TABLE_3,
     tables=quantisation_tables(*c.INT8, PER_TOKEN, c.INT4),
     claims=[
-        *(loses_less(setting, f"Softmax-1 with OrthoAdam makes models more robust to {setting} (5.2).")
+        *(cure_loses_less(setting, f"Softmax-1 with OrthoAdam makes models more robust to {setting} (5.2).")
           for setting in (*c.INT8, c.INT4)),
         # The paper's own GPT2 lose 0.8% to 1.9%.
         retested("Cured models maintain performance at coarse and moderate (5.2; in the paper not Llama2).",
@@ -244,7 +244,7 @@ _STEP_RATIO, _STEP_LOWER, _STEP_UPPER, _PROGRAM_RATIO, _STATE_RATIO = (
 TABLE4 = Study(
     name="table4",
     title="Table 4: time and memory of a training step; trains nothing",
-    runs=lambda scale: grid(scale, methods=("vanilla", "cured")),
+    runs=lambda scale: variants(scale, methods=("vanilla", "cured")),
     scales=SCALES,
     cost_reference=lambda name: name.replace("_cured", "_vanilla"),
     trains=False,
@@ -411,7 +411,7 @@ TABLE6 = Study(
                  "Table 2, which these share, were known"),
         Claim("Cured is not worse than vanilla at any length, and better at int8 coarse.",
               (c.PPL[C] <= 1.01 * c.PPL[V]) & (_COARSE[C] < _COARSE[V])),
-        *(loses_less(setting, f"At every length cured loses less to {setting}.") for setting in c.INT8),
+        *(cure_loses_less(setting, f"At every length cured loses less to {setting}.") for setting in c.INT8),
     ],
     pictures=[_AT_COARSE],
 )  # fmt: skip
@@ -487,7 +487,7 @@ _WIDEST_HAS_OUTLIERS = c.FIRST[_BY_WIDTH[-1]] > c.OUTLIERS
 TABLE8 = Study(
     name="table8",
     title="Table 8: width and the largest activation of vanilla models",
-    runs=lambda scale: grid(scale, methods=("vanilla",)),
+    runs=lambda scale: variants(scale, methods=("vanilla",)),
     scales=SCALES,
     note=f"{ABOUT} The paper's maximum activation value, alpha, is Table 2's column of the first token: the largest "
     "|activation| over channels at position 0, its mean over sequences and then over layers.",
@@ -523,7 +523,7 @@ _OF_REST = Metric("correlation of other tokens", _correlation("rest"))
 TABLE9 = Study(
     name="table9",
     title="Table 9: correlation of kurtosis and norm ratio over layers",
-    runs=grid,
+    runs=variants,
     scales=SCALES,
     models=lambda given: given,
     note=f"{ABOUT} Kurtosis and norm ratio (max / l2 norm) are means over the evaluation set at each layer; Pearson's "

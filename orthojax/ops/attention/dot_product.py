@@ -48,7 +48,7 @@ def dot_product_attention(
       bias: Added to the logits; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1. Floats or integers.
       mask: Boolean, True keeps; shaped as `bias`.
       normalizer: The name of a function in `orthojax.ops.normalizers`, such as "softmax1" or "softmax", a number n
-        (softmax_n), an array [N] of learned sink logits, one per query head, or a `ClippedSoftmax`.
+        (softmax_n), or an array [N] of learned sink logits, one per query head.
       scale: Factor of the logits, a number or an array shaped as `bias`; 1 / sqrt(H) if None.
       is_causal: Query t sees keys 0..t.
       query_seq_lengths: int32 [B]; the output of queries from this position on is zero.
