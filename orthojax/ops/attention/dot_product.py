@@ -127,15 +127,19 @@ def fastest(
     return "xla_chunked" if bytes_of_weights >= limits.get(platform, 2**30) else "xla"
 
 
+def _check_implementation(name: str | None) -> None:
+    if name is not None and name not in get_args(Implementation):
+        allowed = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {name!r}; allowed: None, {allowed}")
+
+
 def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[AttentionInputs], jax.Array]:
     """Returns the function for the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
     platform, problem = _platform(inputs.query), ""
     (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
     pick = functools.partial(fastest, platform, B, T, N, S, is_causal=inputs.is_causal)
     name = pick() if implementation is None else implementation
-    if name not in get_args(Implementation):
-        allowed = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {name!r}; allowed: None, {allowed}")
+    _check_implementation(name)
     if name in _KERNELS.values():
         module = importlib.import_module(f"orthojax.ops.attention.{name}")  # may take a second, so only where used
         problem = _symbolic(inputs) or module.unsupported(inputs)
@@ -178,8 +182,7 @@ def attention_fn(
     """
     if isinstance(normalizer, str):
         check_normalizer(normalizer)
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise ValueError(f"unknown implementation {implementation!r}; allowed: None, {get_args(Implementation)}")
+    _check_implementation(implementation)
     causal = is_causal
 
     def attend(
