@@ -119,7 +119,7 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
         # All singular values are about 1, so that the RMS is 1 / sqrt(longer side).
         return jax.tree.map(lambda u: u * (0.2 * max(u.shape[-2:]) ** 0.5), updates)
 
-    beta = config.momentum_or_default
+    beta: Any = config.momentum_or_default
     muon = optax.contrib.scale_by_muon(beta=beta, eps=_MUON_EPS, weight_dimension_numbers=dimensions)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     parts: dict[Any, optax.GradientTransformation] = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
