@@ -162,23 +162,6 @@ def test_loss_and_measure_of_keys_are_those_of_the_float64_oracle(changes, opene
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "allowed"),
-    [
-        ({"model.attention_mask": "full"}, "objective 'masked'"),
-        ({"data.objective": "masked"}, "objective 'next_token'"),
-        ({"model.attention_mask": "prefix", "data.objective": "masked"}, "objective 'span_corruption'"),
-        (FULL | {"model.attention_window": 4}, "attention_mask 'causal'"),
-        (PREFIX | {"model.relaxed_causal_tokens": 4}, "attention_mask 'causal'"),
-        (FULL | {"data.kind": "bigram_backcopy"}, "kinds with text"),
-        (FULL | {"data.sequence_length": 7}, "at least 8"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes, allowed):
-    with pytest.raises(UserError, match=allowed):
-        replace(TINY, changes)
-
-
 GROUPS = {"num_kv_heads": 2, "normalizer": "softmax1", "attention_implementation": "xla_chunked"}
 
 

@@ -204,8 +204,7 @@ def attention_fn(
         is_causal: bool = False,
     ) -> jax.Array:
         del force_fp32_for_softmax  # statistics are float32 in any case
-        drops = dropout_rate > 0.0 and not deterministic
-        needs_weights = drops or module is not None
+        needs_weights = (drops := dropout_rate > 0.0 and not deterministic) or module is not None
         unsupported = {
             "a precision": precision is not None,
             "einsums of the caller's own": bool(qk_attn_weights_einsum or attn_weights_value_einsum),
