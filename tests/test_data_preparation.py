@@ -1,6 +1,5 @@
 """Preparing token files: the rule that divides text, repeated passages, kills, and what is refused."""
 
-import dataclasses
 import itertools
 import json
 import signal
@@ -245,20 +244,3 @@ def test_files_of_something_else_are_kept(text, tmp_path):
         with pytest.raises(UserError, match=message):
             prepared(tmp_path / "out", path, tokenizer)
         assert contents(tmp_path / "out") == before
-
-
-def test_wrong_requests_are_refused(tmp_path):
-    path, out = tmp_path / "a.txt", tmp_path / "out"
-    path.write_text("text")
-    with pytest.raises(UserError, match=r"'test'(.|\n)*train \| validation \| all"):
-        prepared(out, path, splits=["test"])
-    with pytest.raises(UserError, match=r"no text for the token file validation\.bin"):
-        prepared(out, path, splits=["validation"])
-    (part,) = text_parts([str(path)], ["all"])
-    for name in ("a/b", "tokenizer", ".hidden"):
-        with pytest.raises(UserError, match=name):
-            prepare(out, [dataclasses.replace(part, name=name)], "bytes")
-    with pytest.raises(UserError, match="'all'"):
-        prepare(out, [part, part], "bytes")
-    with pytest.raises(UserError, match=r"a\.txt is a file"):
-        prepare(path, [part], "bytes")

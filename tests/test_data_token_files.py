@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from orthojax.data import Part, prepare
 from orthojax.data.preparation import open_token_file, sidecar_path, write_token_file
 from orthojax.data.sources import Document, Piece, Source
 from orthojax.data.tokenizers import ByteTokenizer
-from orthojax.errors import UserError
 
 
 def make(path, texts=("hé", "x")):
@@ -58,43 +56,3 @@ def test_ids_have_the_width_of_the_sidecar(tmp_path, dtype, size):
     assert (file.tokens.tolist(), file.tokens.dtype) == ([5, 65_535, 257] * 2, dtype)
     assert (file.info.n_tokens, file.info.n_documents, file.info.n_bytes) == (6, 2, 18)
     assert file.path.stat().st_size == 6 * size
-
-
-def test_missing_and_changed_files_are_refused(tmp_path):
-    path = make(tmp_path / "train.bin").path
-    small = path.read_bytes()
-    for content, message in ((small[:-2], "10 bytes"), (small + small, "24 bytes"), (b"\x01" + small[1:], "sha256")):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            open_token_file(path)
-    sidecar_path(path).unlink()
-    with pytest.raises(UserError, match=r"train\.json"):
-        open_token_file(path)
-    path.unlink()
-    with pytest.raises(UserError, match=r"train\.bin"):
-        open_token_file(path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [*("", "{", "[]", "[" * 100_000, "{}"), {"format_version": 1}, {"unknown": 1}, {"n_bytes": "4"}, {"dtype": "u2"}],
-    ids=str,
-)
-def test_sidecars_of_something_else_are_refused(tmp_path, content):
-    path = make(tmp_path / "train.bin").path
-    if isinstance(content, dict):
-        content = json.dumps(json.loads(sidecar_path(path).read_text()) | content)
-    sidecar_path(path).write_text(content)
-    with pytest.raises(UserError, match=r"train\.bin") as error:
-        open_token_file(path)
-    assert str(error.value).count("\n") <= 2
-
-
-@pytest.mark.parametrize("name", ["train.bin", "train.json"])
-@pytest.mark.parametrize(("make_other", "what"), [(os.mkfifo, "pipe"), (os.mkdir, "folder")])
-def test_pipes_and_folders_are_refused(tmp_path, name, make_other, what):
-    path = make(tmp_path / "train.bin").path
-    (tmp_path / name).unlink()
-    make_other(tmp_path / name)
-    with pytest.raises(UserError, match=what):
-        open_token_file(path)
