@@ -311,40 +311,6 @@ def test_memory_of_chunks_is_linear_in_the_length():
     assert chunked[1] < full[1] / 3
 
 
-# What is refused.
-
-GOOD = {"query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 8)}
-
-
-def _zeros(shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"key": _zeros((2, 7, 2, 8, 1))}, "key"),
-        ({"query": _zeros((2, 5, 4, 6))}, "width"),
-        ({"query": _zeros((2, 5, 3, 8))}, "heads"),
-        ({"query": _zeros((2, 5, 4, 8), np.int32)}, "int32"),
-        ({"bias": _zeros((2, 4, 5, 6))}, "bias"),
-        ({"mask": _zeros((1, 1, 5, 7))}, "mask"),
-        ({"implementation": "cuda"}, "'cuda'"),
-        ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"),
-        ({"value": _zeros((2, 7, 4, 8))}, "widths only"),
-        ({"bias": _zeros((2, 4, 5, 7), bool)}, "bool; what hides keys is a mask"),
-        ({"scale": _zeros((3, 1, 1))}, "scale"),
-        ({"scale": [0.5]}, "scale"),
-        *(({"logits_soft_cap": cap}, "logits_soft_cap") for cap in (0.0, np.inf, np.ones(1))),
-        *(({"local_window_size": window}, "local_window_size") for window in ("1", (1, 2, 3), 1.5, np.ones(2))),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(options, problem):
-    arrays = {name: _zeros(shape) for name, shape in GOOD.items()}
-    with pytest.raises(ValueError, match=problem):
-        dot_product_attention(**(arrays | options))
-
-
 @pytest.mark.parametrize(("nothing", "of"), [(0, "qkv"), (1, "q"), (3, "qkv"), (1, "kv"), (1, "qkv")])
 def test_empty_axes_give_nothing(nothing, of):
     arrays = [np.delete(a, np.s_[:], nothing) if name in of else a for name, a in zip("qkv", _arrays(), strict=True)]
