@@ -10,7 +10,7 @@ def refused(*groups):
 
     A call without arguments has its words for rows; words are one string or several in a tuple.
     """
-    groups = [(call, [(rows,)] if isinstance(rows, str) else rows, *error) for call, rows, *error in groups]
+    groups = [(call, rows if isinstance(rows, list) else [(rows,)], *error) for call, rows, *error in groups]
     cases = [(call, row[:-1], row[-1], *(error or [UserError])) for call, rows, *error in groups for row in rows]
     return pytest.mark.parametrize(("call", "arguments", "words", "error"), cases)
 
