@@ -88,33 +88,13 @@ ORACLE_CONFIGS = {
     "gated norms of sums": dataclasses.replace(LLAMA2, block="post_norm", gated_norm_rank=2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "gpt-oss": dataclasses.replace(
-        LLAMA2,
-        d_head=6,
-        num_kv_heads=1,
-        norm="rmsnorm",
-        normalizer="learned_sink",
-        use_bias="attention",
-        attention_window=(3, None),
-        mlp=("swiglu_clamped", "experts"),
-        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True),
-    ),
+        LLAMA2, d_head=6, num_kv_heads=1, norm="rmsnorm", normalizer="learned_sink", use_bias="attention",
+        attention_window=(3, None), mlp=("swiglu_clamped", "experts"),
+        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True)),
     "gemma": dataclasses.replace(
-        LLAMA2,
-        d_head=6,
-        num_kv_heads=2,
-        block="sandwich_norm",
-        qk_norm="head",
-        mlp="geglu",
-        tie_embeddings=True,
-        scale_embeddings=True,
-        logits_width=9,
-        attention_soft_cap=1.5,
-        final_soft_cap=3.0,
-        attention_window=(None, 3),
-        rope_local_theta=30.0,
-        gated_norm_rank=2,
-        rope=LATENT_AND_EXPERTS.rope,
-    ),
+        LLAMA2, d_head=6, num_kv_heads=2, block="sandwich_norm", qk_norm="head", mlp="geglu", tie_embeddings=True,
+        scale_embeddings=True, logits_width=9, attention_soft_cap=1.5, final_soft_cap=3.0, attention_window=(None, 3),
+        rope_local_theta=30.0, gated_norm_rank=2, rope=LATENT_AND_EXPERTS.rope),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "norms by layer": bigram_backcopy(
         **SMALL, attention_norm=(False, True), mlp_norm=(True, False), mlp=("linear", "relu"), normalizer="gelu"
@@ -125,15 +105,10 @@ ORACLE_CONFIGS = {
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
     "latent attention and experts": LATENT_AND_EXPERTS,
     "query latents, groups of experts": dataclasses.replace(
-        LATENT_AND_EXPERTS,
-        latent=LatentConfig(d_latent=5, d_rotary=2, d_value=9, d_query_latent=7),
-        normalizer="learned_sink",
-        mlp="experts",
-        experts=ExpertsConfig(num_experts=6, d_expert=5, groups=3, groups_per_token=2, scale=3.0),
-    ),
-}
-
-
+        LATENT_AND_EXPERTS, latent=LatentConfig(d_latent=5, d_rotary=2, d_value=9, d_query_latent=7),
+        normalizer="learned_sink", mlp="experts",
+        experts=ExpertsConfig(num_experts=6, d_expert=5, groups=3, groups_per_token=2, scale=3.0)),
+}  # fmt: skip
 REPEATED = ("llama2", "latent attention and experts", "gated values of latents", "gated channels of latents")
 
 
