@@ -176,19 +176,6 @@ def test_windows_may_differ_between_the_layers_of_a_scan(attend, name):
     np.testing.assert_allclose(total, sum(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_softmax1_is_softmax_with_a_zero_key():
-    arrays = _arrays(s=T, kv_heads=2)
-    mask = jnp.pad(jnp.tri(T, dtype=bool), ((0, 0), (0, 1)), constant_values=True)[None, None]
-
-    def theirs(q, k, v):
-        k, v = (jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (k, v))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
-
-    ours = partial(dot_product_attention, is_causal=True)  # softmax1 is the default
-    for a, b in zip(_results(ours, *arrays), _results(theirs, *arrays), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 # Precision.
 
 

@@ -18,7 +18,6 @@ from orthojax.model import (
     Taps,
     Transformer,
     bigram_backcopy,
-    flops_per_token,
     fold_embedding_projection,
     gpt2,
     linear,
@@ -166,33 +165,18 @@ def test_unread_taps_cost_nothing():
 # gradients of position embeddings would prove it for learned positions only.
 
 
-def check_what_each_token_changes(config, is_seen, length=6):
-    """Checks that logits of position t change with token i if `is_seen(i, t)`, and only then."""
-    tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
-    tokens[np.arange(1, 1 + length), np.arange(length)] = 10  # row 1 + i has another token i
-    logits = np.asarray(apply(config, random_params(config), jnp.asarray(tokens))[0])
-    for i, t in np.ndindex(length, length):
-        if is_seen(i, t):
-            assert np.abs(logits[1 + i, t] - logits[0, t]).max() > 1e-4
-        else:
-            np.testing.assert_allclose(logits[1 + i, t], logits[0, t], rtol=1e-6, atol=1e-6)
-
-
 POSITIONS = ["learned", "rotary", "none"]
 
 
 @pytest.mark.parametrize(("normalizer", "position"), zip(NORMALIZERS, itertools.cycle(POSITIONS), strict=False))
-def test_later_tokens_never_change_earlier_logits(normalizer, position):
+def test_later_tokens_never_change_earlier_logits(normalizer, position, length=6):
     config = dataclasses.replace(TINY, position=position, normalizer=normalizer)
-    check_what_each_token_changes(config, lambda i, t: t >= i)
-
-
-@pytest.mark.parametrize("position", quick_and_slow(POSITIONS, ["learned", "none"]))
-def test_relaxed_tokens_see_each_other_only(position):
-    config = dataclasses.replace(TINY, position=position)
-    np.testing.assert_array_equal(logits_of(dataclasses.replace(config, relaxed_causal_tokens=1)), logits_of(config))
-    relaxed = dataclasses.replace(config, relaxed_causal_tokens=3)
-    check_what_each_token_changes(relaxed, lambda i, t: t >= i or max(i, t) < 3)
+    tokens = np.tile(np.arange(1, 1 + length), (1 + length, 1))
+    tokens[np.arange(1, 1 + length), np.arange(length)] = 10  # row 1 + i has another token i
+    logits = np.asarray(apply(config, random_params(config), jnp.asarray(tokens))[0])
+    changes = np.abs(logits[1:] - logits[0]).max(-1)  # [i, t]
+    assert (changes[np.triu_indices(length)] > 1e-4).all()
+    assert (changes[np.tril_indices(length, -1)] < 1e-6).all()
 
 
 # Scanned, unrolled and recomputed layers are one model.
@@ -439,19 +423,6 @@ def test_every_kernel_passes_through_the_linear_function(name, count):
     assert len(paths) == len(kernels) == count
 
 
-def test_only_rmsnorm_single_commutes_with_rotations():
-    rotation, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))
-
-    def gap(norm):
-        config = dataclasses.replace(TINY, norm=norm, mlp="none", attention=False, position="none")
-        params = random_params(config)
-        rotated = {"token_embedding": {"embedding": params["token_embedding"]["embedding"] @ rotation}}
-        return np.abs(apply(config, params | rotated)[0] - apply(config, params)[0]).max()
-
-    assert gap("rmsnorm_single") < 1e-5
-    assert gap("rmsnorm") > 1e-2
-
-
 def test_learned_positions_end_at_max_length():
     with pytest.raises(ValueError, match="max_length=4"):
         shapes(dataclasses.replace(TINY, position="learned", max_length=4), length=5)
@@ -523,18 +494,6 @@ def test_scanned_or_miscounted_norms_by_layer_are_refused():
 def test_presets_refuse_unknown_sizes_and_fields(call, name):
     with pytest.raises(UserError, match=name):
         call()
-
-
-def test_flops_per_token_by_hand():
-    # d = 8, 2 layers, d_mlp 12, V 11: attention 4 * 8 * 8, MLP 2 * 8 * 12 (3 * for swiglu), head 8 * 11.
-    gpt = 2 * (4 * 8 * 8 + 2 * 8 * 12) + 8 * 11
-    llama = 2 * (4 * 8 * 8 + 3 * 8 * 12) + 8 * 11
-    scores = 2 * (3 * 2 * 2 * 8 * 5)  # layers x (forward + 2 backward) x (QK, AV) x 2 d T
-    assert flops_per_token(GPT2, 5) == 6 * gpt + scores
-    assert flops_per_token(LLAMA2, 5) == 6 * llama + scores
-    assert flops_per_token(dataclasses.replace(TINY, attention=(True, False)), 5) == 6 * (gpt - 4 * 64) + scores // 2
-    grouped = dataclasses.replace(TINY, num_kv_heads=2, gated_attention=True, normalizer="learned_sink")
-    assert flops_per_token(grouped, 5) == 6 * (gpt + 2 * (8 * 4 - 2 * 8 * 4)) + scores
 
 
 def test_fixed_rotation_equals_rotated_tables_and_writers():

@@ -476,24 +476,6 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
         assert rule(path, shape) == wanted, path
 
 
-@pytest.mark.parametrize("axes", ["output", "d_model"])
-def test_every_parameter_and_every_layer_has_own_basis(axes):
-    model = dataclasses.replace(CONFIG.model, num_layers=3)
-    rule = make_rotation(RotationConfig(axes=axes, seed=0))
-    rotation = rotate(rule)
-    params = jax.tree.map(lambda s: jnp.ones(s.shape), parameter_shapes(model))
-    updates, _ = jax.jit(rotation.update)(params, rotation.init(params))
-    rotated = []  # ones in each basis of 16 channels
-    for path, leaf in by_path(updates).items():
-        if found := rule.axes(path, leaf):
-            ((axis,),) = found.groups
-            if leaf.shape[axis] == 16:
-                rotated.append(np.asarray(leaf).take(0, axis=1 - axis))
-    # Of 6 kernels in each layer those with 16 channels along the axis: the MLP's input has more outputs.
-    assert len(rotated) == 3 * (5 if axes == "output" else 6) + 2
-    assert all(np.max(np.abs(a - b)) > 0.1 for i, a in enumerate(rotated) for b in rotated[:i])
-
-
 # Evaluation.
 
 TWO_LAYERS = replace(CONFIG, {"model.num_layers": 2})
