@@ -11,9 +11,9 @@ import struct
 import numpy as np
 from refusals import assert_refused, refused
 from test_data_batches import ROWS, batches
+from test_data_preparation import make
 from test_data_sources import as_arrow, as_parquet, lines, texts_of
 from test_data_tfds import edit_info, example, framed, write_records, write_tfds
-from test_data_token_files import make
 
 from orthojax.config import DataConfig
 from orthojax.data import BigramBackcopy, embedded_corpus, open_dataset, prepare, text_corpus, text_parts
