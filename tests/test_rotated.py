@@ -1,6 +1,7 @@
 """Rotation after training keeps the logits of every kind of model; a float prefix those of the rows behind it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +119,17 @@ PREFIX, ROWS = np.array([3, 7]), np.random.default_rng(0).integers(4, 32, (3, 9)
 WHOLE = np.concatenate([np.broadcast_to(PREFIX, (3, 2)), ROWS], axis=1)
 
 
-def after_prefix(model, params=PARAMS):
+@functools.partial(jax.jit, static_argnums=0)
+def both(model, params):
+    """Returns logits of the rows after the float prefix, and those of the whole sequence."""
     cache = quant.prefix_cache(Transformer(CONFIG), params, PREFIX, 3, 9)
-    return np.asarray(model.apply({"params": params}, ROWS, cache=cache)[0])
+    whole = model.apply({"params": params}, WHOLE)[0][:, 2:]
+    return model.apply({"params": params}, ROWS, cache=cache)[0], whole
 
 
 def test_without_rounding_it_is_the_whole_sequence():
-    expected = np.asarray(Transformer(CONFIG).apply({"params": PARAMS}, WHOLE)[0])[:, 2:]
-    np.testing.assert_allclose(after_prefix(Transformer(CONFIG)), expected, atol=1e-5 * np.abs(expected).max())
+    found, expected = both(Transformer(CONFIG), PARAMS)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
@@ -136,11 +140,9 @@ def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
     for part in ("gate", "input"):
         params["layers"]["mlp"][part]["kernel"][0, :, 0] = np.where(np.arange(16) == 0, 10.0, 0.0)
     params = jax.tree.map(jnp.asarray, params)
-    rounded = quant.rounded_model(CONFIG, quant.INT8_COARSE)
-    exact = np.asarray(Transformer(CONFIG).apply({"params": params}, WHOLE)[0])[:, 2:]
-    together = np.asarray(rounded.apply({"params": params}, WHOLE)[0])[:, 2:]
-    error = np.abs(after_prefix(rounded, params) - exact).mean()
-    assert 0 < error < 0.2 * np.abs(together - exact).mean()
+    _, exact = both(Transformer(CONFIG), params)
+    found, together = both(quant.rounded_model(CONFIG, quant.INT8_COARSE), params)
+    assert 0 < np.abs(found - exact).mean() < 0.2 * np.abs(together - exact).mean()
 
 
 @pytest.mark.parametrize("prefix", [[], [[1, 2]]])
