@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_oracle import numpy_forward, random_params, stacked_params
+from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, replace
@@ -138,10 +139,6 @@ def test_equal_windows_of_all_layers_are_one_window():
     assert program((3, 3)) == program(3)
     assert program((None, None)) == program(None)
     assert program((3, None)) != program(3)
-    with pytest.raises(UserError, match=r"attention_window=\(0, None\)"):
-        dataclasses.replace(TINY, attention_window=(0, None))
-    with pytest.raises(UserError, match=r"scan_layers=false"):
-        dataclasses.replace(TINY, attention_window=(2, None), scan_layers=True)
 
 
 def test_unread_taps_cost_nothing():
@@ -278,18 +275,7 @@ def test_a_field_changes_parameters_or_logits(field):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
 
 
-def test_fields_of_published_models_are_refused_where_they_say_nothing():
-    with pytest.raises(UserError, match="rope_local_theta"):
-        dataclasses.replace(TINY, position="rotary", rope_local_theta=100.0)
-    with pytest.raises(UserError, match="rope_local_theta"):
-        dataclasses.replace(TINY, attention_window=3, rope_local_theta=100.0)
-    with pytest.raises(UserError, match="rotary_layers"):
-        dataclasses.replace(TINY, rotary_layers=(True, False))
-    for scaling, factors in (("longrope", ()), ("linear", (1.0, 2.0))):
-        with pytest.raises(UserError, match="short_factors"):
-            RopeConfig(scaling=scaling, short_factors=factors, long_factors=factors)
-    with pytest.raises(UserError, match="cudnn"):
-        dataclasses.replace(TINY, attention_soft_cap=3.0, attention_implementation="cudnn")
+def test_capped_logits_have_no_kernel_of_the_head():
     capped = dataclasses.replace(TINY, final_soft_cap=3.0)
     assert Transformer(capped).head_kernel({}) is None  # so that no loss multiplies hidden states by it
 
@@ -423,9 +409,7 @@ def test_every_kernel_passes_through_the_linear_function(name, count):
     assert len(paths) == len(kernels) == count
 
 
-def test_learned_positions_end_at_max_length():
-    with pytest.raises(ValueError, match="max_length=4"):
-        shapes(dataclasses.replace(TINY, position="learned", max_length=4), length=5)
+def test_only_learned_positions_end_at_max_length():
     for position in ("rotary", "none"):
         assert shapes(dataclasses.replace(TINY, position=position, max_length=4), length=5)
 
@@ -482,18 +466,30 @@ def test_scanned_or_miscounted_norms_by_layer_are_refused():
             dataclasses.replace(TINY, **{name: (True, False, True)})
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda: gpt2("130"), "130m"),
-        (lambda: llama2("1.4b"), r"'1\.4b'"),
-        (lambda: bigram_backcopy(2, normaliser="softmax1"), r"model\.normalizer"),
-        (lambda: llama2("tiny", d_model=12, num_heads=4), "even"),
-    ],
-)
-def test_presets_refuse_unknown_sizes_and_fields(call, name):
-    with pytest.raises(UserError, match=name):
-        call()
+def folded_twice(_):
+    config = dataclasses.replace(TINY, embedding_projection=True)
+    fold_embedding_projection(*fold_embedding_projection(random_params(config), config))
+
+
+@refused(
+    (lambda _, changes: dataclasses.replace(TINY, **changes), [
+        ({"attention_window": (0, None)}, "attention_window=(0, None)"),
+        ({"attention_window": (2, None), "scan_layers": True}, "scan_layers=false"),
+        ({"position": "rotary", "rope_local_theta": 100.0}, "rope_local_theta"),
+        ({"attention_window": 3, "rope_local_theta": 100.0}, "rope_local_theta"),
+        ({"rotary_layers": (True, False)}, "rotary_layers"),
+        ({"attention_soft_cap": 3.0, "attention_implementation": "cudnn"}, "cudnn")]),
+    (lambda _, kind, factors: RopeConfig(scaling=kind, short_factors=factors, long_factors=factors), [
+        ("longrope", (), "short_factors"), ("linear", (1.0, 2.0), "short_factors")]),
+    (lambda _, make, size, changes: make(size, **changes), [
+        (gpt2, "130", {}, "130m"), (llama2, "1.4b", {}, "'1.4b'"),
+        (bigram_backcopy, 2, {"normaliser": "softmax1"}, "model.normalizer"),
+        (llama2, "tiny", {"d_model": 12, "num_heads": 4}, "even")]),
+    (folded_twice, "nothing to fold"),
+    (lambda _: shapes(dataclasses.replace(TINY, position="learned", max_length=4), 5), "max_length=4", ValueError),
+)  # fmt: skip
+def test_refused(call, arguments, words, error, tmp_path):
+    assert_refused(call, tmp_path, arguments, words, error)
 
 
 def test_fixed_rotation_equals_rotated_tables_and_writers():
@@ -524,8 +520,6 @@ def test_folded_embedding_projections_leave_the_logits(tied):
     expected = logits_of(config)
     np.testing.assert_allclose(apply(plain, folded)[0], expected, rtol=1e-4, atol=1e-4)
     assert np.abs(logits_of(plain) - expected).max() > 0.1
-    with pytest.raises(UserError, match="nothing to fold"):
-        fold_embedding_projection(folded, plain)
 
 
 def test_embedding_projections_begin_orthogonal():
