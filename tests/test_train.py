@@ -545,7 +545,7 @@ def test_a_setting_that_does_not_fit_is_refused():
 
 
 def test_further_settings_are_all_that_they_say():
-    model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model, 0.5))
+    model = loaded(CONFIG, drawn_params(CONFIG.model, 0.5))
     settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4", "fp8_e4m3_block128", "nvfp4")}
     found = rounded_perplexities(model, inputs(), settings)
     assert list(found) == [f"perplexity_{name}" for name in settings]
