@@ -177,19 +177,6 @@ def test_windows_may_differ_between_the_layers_of_a_scan(attend, name):
     np.testing.assert_allclose(total, sum(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_softmax1_is_softmax_with_a_zero_key():
-    arrays = _arrays(s=T, kv_heads=2)
-    mask = jnp.pad(jnp.tri(T, dtype=bool), ((0, 0), (0, 1)), constant_values=True)[None, None]
-
-    def theirs(q, k, v):
-        k, v = (jnp.pad(a, ((0, 0), (0, 1), (0, 0), (0, 0))) for a in (k, v))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
-
-    ours = partial(dot_product_attention, is_causal=True)  # softmax1 is the default
-    for a, b in zip(_results(ours, *arrays), _results(theirs, *arrays), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 # Precision.
 
 
@@ -334,40 +321,6 @@ def test_memory_of_chunks_is_linear_in_the_length():
     for shorter, longer in itertools.pairwise(chunked):
         assert longer < 2.5 * shorter
     assert chunked[1] < full[1] / 3
-
-
-# What is refused.
-
-GOOD = {"query": (2, 5, 4, 8), "key": (2, 7, 2, 8), "value": (2, 7, 2, 8)}
-
-
-def _zeros(shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"key": _zeros((2, 7, 2, 8, 1))}, "key"),
-        ({"query": _zeros((2, 5, 4, 6))}, "width"),
-        ({"query": _zeros((2, 5, 3, 8))}, "heads"),
-        ({"query": _zeros((2, 5, 4, 8), np.int32)}, "int32"),
-        ({"bias": _zeros((2, 4, 5, 6))}, "bias"),
-        ({"mask": _zeros((1, 1, 5, 7))}, "mask"),
-        ({"implementation": "cuda"}, "'cuda'"),
-        ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"),
-        ({"value": _zeros((2, 7, 4, 8))}, "widths only"),
-        ({"bias": _zeros((2, 4, 5, 7), bool)}, "bool; what hides keys is a mask"),
-        ({"scale": _zeros((3, 1, 1))}, "scale"),
-        ({"scale": [0.5]}, "scale"),
-        *(({"logits_soft_cap": cap}, "logits_soft_cap") for cap in (0.0, np.inf, np.ones(1))),
-        *(({"local_window_size": window}, "local_window_size") for window in ("1", (1, 2, 3), 1.5, np.ones(2))),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(options, problem):
-    arrays = {name: _zeros(shape) for name, shape in GOOD.items()}
-    with pytest.raises(ValueError, match=problem):
-        dot_product_attention(**(arrays | options))
 
 
 @pytest.mark.parametrize(("nothing", "of"), [(0, "qkv"), (1, "q"), (3, "qkv"), (1, "kv"), (1, "qkv")])

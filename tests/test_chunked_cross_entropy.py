@@ -384,5 +384,3 @@ def test_at_least_one_position_is_computed():
     hidden, kernel, targets, weights = problem()
     assert positions_at_once(2, 4, 10, asked=0) == positions_at_once(2, 0, 10) == 1
     assert loss_of(targets[:, :0], weights[:, :0], 1)(hidden[:, :0], kernel) == 0
-    with pytest.raises(ValueError, match="positions=0"):
-        loss_of(targets, weights, 0)(hidden, kernel)

@@ -116,15 +116,6 @@ def test_every_name_can_be_set_in_the_config():
 # Eq. 1 and its neighbours.
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("shift", [0.0, -700.0, 1e4])
-@pytest.mark.parametrize("n", [1, 5])
-def test_softmax_n_is_softmax_with_appended_zeros(n, shift):
-    x = _example() + shift
-    appended = np.concatenate([x, np.zeros((*x.shape[:-1], n))], -1)
-    np.testing.assert_allclose(softmax_n(jnp.asarray(x), n), jax.nn.softmax(appended)[..., :-n], rtol=1e-12, atol=0)
-
-
 def test_sinks_contain_softmax_n_which_contains_both():
     x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask()).at[1, 2, 0].set(True)
     np.testing.assert_allclose(softmax_n(x, 0.0, where=where), jax.nn.softmax(x, where=where), rtol=1e-6)
@@ -231,36 +222,6 @@ def test_several_axes_are_one_long_axis(name):
     )
     expected = oracle(name, x.ravel()).reshape(x.shape)
     np.testing.assert_allclose(ALL[name](jnp.asarray(x), None), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("normalizer", "problem"),
-    [
-        ("softmx", "softmx"),
-        (-0.5, "-0.5"),
-        (np.nan, "nan"),
-        (jnp.zeros(3), r"\(3,\).*\(2,\)"),
-        (jnp.zeros((1, 2)), r"\(1, 2\)"),
-        (None, "None"),
-        (True, "True"),
-        ([0.0, 0.0], "array"),
-    ],
-)
-def test_apply_normalizer_names_what_it_cannot_use(normalizer, problem):
-    with pytest.raises(ValueError, match=problem):
-        apply_normalizer(normalizer, jnp.zeros((1, 2, 3, 3)))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_mask_of_numbers_is_refused(name):
-    with pytest.raises(ValueError, match="boolean"):
-        ALL[name](jnp.zeros((2, 3)), where=jnp.ones((2, 3), jnp.int32))
-
-
-@pytest.mark.parametrize(("shape", "axis"), [((3,), -1), ((2, 3), -1), ((2, 1), 0), ((1, 2, 1), -1)])
-def test_a_sink_is_one_number_for_each_row(shape, axis):
-    with pytest.raises(ValueError, match=r"sink of shape .*\(2, 3\)"):
-        softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)
 
 
 @pytest.mark.parametrize(

@@ -237,11 +237,3 @@ def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
     assert set(plain["inner"]) == {"count", "mu", "nu"}
     np.testing.assert_array_equal(plain["inner"]["mu"]["mlp"]["kernel"], state["orthoadam"].inner.mu["mlp"]["kernel"])
     assert bool(plain.get("basis")) == (kind == "haar")
-
-
-@pytest.mark.parametrize("kind", ["hadamard", "dct", "identity", "signed_permutation"])
-def test_states_without_matrices_are_those_of_adam(kind):
-    params = {"mlp": {"kernel": normal(0, 8, 12), "bias": normal(1, 12)}}
-    state = scale_by_orthoadam(rotation=Rotation(kind, axes="output")).init(params)
-    assert kinds_of(state.inner) == kinds_of(optax.scale_by_adam().init(params))
-    assert state.basis == ()

@@ -631,6 +631,7 @@ def test_init_on_shapes_is_that_of_adamw(kind):
     optimizer = orthoadam(0.1, rotation=Rotation(kind))
     found: Any = optimizer.init(shapes)
     jax.tree.map(np.testing.assert_array_equal, found[0].inner, optax.adamw(0.1).init(shapes)[0])
+    assert (found[0].basis == ()) == (kind != "haar")
     jax.tree.map(np.testing.assert_array_equal, found, optimizer.init(PLANNED))
 
 

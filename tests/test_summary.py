@@ -101,17 +101,14 @@ def test_gaussian_states_have_the_numbers_of_chance():
         ({"hidden": [HIDDEN[0], HIDDEN[1] * np.nan]}, "layer 1"),
         ({"hidden": HIDDEN.swapaxes(1, 2), "weights": SOFTMAX}, "weights"),  # [positions, batch, channels]
         ({"weights": LOGITS}, "logits"),
+        # Heads last.
+        ({"hidden": np.ones((1, 2, 5, 8)), "weights": np.full((1, 2, 5, 5, 3), 0.2)},
+         "weights over 3 keys, hidden states of 5 positions"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arrays_are_refused(arrays, name):
     with pytest.raises(ValueError, match=name):
         analysis.summarize(**arrays)
-
-
-def test_weights_over_other_keys_than_the_hidden_states_are_refused():
-    hidden, weights = np.ones((1, 2, 5, 8)), np.full((1, 2, 5, 5, 3), 0.2)  # heads last
-    with pytest.raises(ValueError, match="weights over 3 keys, hidden states of 5 positions"):
-        analysis.summarize(hidden, weights)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
