@@ -1,6 +1,6 @@
 """One layer on Bigram-Backcopy: the sink on <s> and its value drain, within seconds.
 
-Reproduces: the softmax column of the main job's Backcopy table; Active-Dormant Attention Heads, four times narrower.
+Reproduces: quick/backcopy_softmax, the model of Active-Dormant Attention Heads, four times narrower.
 Command:    orthojax train --config=configs/bigram_backcopy.py
             orthojax evaluate --checkpoint=runs/bigram_backcopy
             --config.model.normalizer=softmax1 or relu for the other columns

@@ -1,7 +1,7 @@
 """GPT-2 60M on the sources of Python packages: a real run on text that is at hand; minutes on one GPU.
 
-Reproduces: rows GPT2 60M of Table 2 (From Attention to Activation), vanilla and cured, on other text, with <s>, and
-            98 million tokens where the paper has 21 billion.
+Reproduces: small/long_pair/vanilla; rows GPT2 60M of Table 2 (From Attention to Activation) on other text, with <s>,
+            and 98 million tokens where the paper has 21 billion.
 Data:       any folder of Python; what it is depends on the packages, its sha256 is kept with every run.
     orthojax prepare '--input=.venv/lib/python3*/site-packages/**/*.py' --tokenizer=bpe:16384 \
         --output=data/python_packages

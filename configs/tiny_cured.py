@@ -1,6 +1,6 @@
 """The same 0.8M-parameter GPT-2 with softmax-1 attention and OrthoAdam: no outliers, the same perplexity.
 
-Reproduces: the cured column of the main job.
+Reproduces: quick/cured
 Command:    orthojax train --config=configs/tiny_cured.py
             orthojax evaluate --checkpoint=runs/tiny_cured
 Expected:   see results/README.md; kurtosis of hidden states below 3.5, first token and others.

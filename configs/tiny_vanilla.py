@@ -1,6 +1,6 @@
 """An 0.8M-parameter GPT-2 trained the usual way: softmax attention, Adam. What grows outliers.
 
-Reproduces: the vanilla column of the main job.
+Reproduces: quick/vanilla
 Command:    orthojax train --config=configs/tiny_vanilla.py
             orthojax evaluate --checkpoint=runs/tiny_vanilla
 Expected:   see results/README.md; kurtosis of hidden states well above 3 and rising with the steps.

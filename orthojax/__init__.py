@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from orthojax.optim import unrotate as unrotate
     from orthojax.train import load as load
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 _HOME = {
     name: package

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -17,13 +18,26 @@ from typing import IO, Any
 from orthojax.errors import UserError
 
 
+def require_local(path: Path | str, what: str) -> None:
+    """Refuses an address such as gs://bucket/run, which as a path would be the local folder `gs:`.
+
+    Raises:
+      UserError: If the path begins with a scheme; `what` names it.
+    """
+    if scheme := re.match(r"([A-Za-z][\w+.-]+):/+", str(path)):  # a Path has one slash left; C:/ is a drive
+        address = f"{scheme[1]}://{str(path)[scheme.end() :]}"
+        allowed = "a path of this machine, such as that of a mounted bucket"
+        raise UserError(f"{what} {address} is an address, and nothing is read or written there", allowed=allowed)
+
+
 def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
     """Creates a folder and its parents unless it exists, and checks that `files` can be written to it.
 
     Raises:
       UserError: If a part of the path is a file or a broken link, the folder cannot be written to, or one of the files
-        is a folder; `what` names the folder in the message.
+        is a folder, or the path is an address; `what` names the folder in the message.
     """
+    require_local(path, what)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -86,6 +100,7 @@ def require_file(path: Path, what: str) -> None:
     """
     if os.path.isfile(path):  # os.path: pathlib raises for names that are too long
         return
+    require_local(path, what)
     if os.path.exists(path):
         problem = f"{what} {path} is {'a folder' if path.is_dir() else 'a pipe or a device'}"
     else:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import nearest_path, read_json, require_utf8
+from orthojax.files import nearest_path, read_json, require_local, require_utf8
 
 _RUNS = "a workdir, its checkpoints folder, or one step's folder"
 _MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
@@ -51,6 +51,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def find_checkpoint(path: Path) -> Path:
     """Returns the newest step folder for a workdir, `checkpoints` folder or step folder; UserError if there is none."""
+    require_local(path, "checkpoint")
     if not os.path.isdir(path):  # pathlib raises for names that are too long
         problem = f"{path} is no folder" if os.path.exists(path) else f"no such checkpoint: {path}"
         raise UserError(problem, allowed=_RUNS, hint=nearest_path(path))
@@ -85,9 +86,10 @@ def locate(name: str | Path) -> Path:
     path = Path(name)
     if os.path.lexists(path):  # pathlib raises for names that are too long
         return path
+    require_local(name, "model")
     if str(name) == "smollm2":
         return _smollm2()
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
     plain, _, revision = str(name).partition("@")
     cached, revision = hub / f"models--{plain.replace('/', '--')}", revision or "main"

@@ -2,10 +2,10 @@
 
 A rule that finds d_model (the width of the residual stream) from names and shapes alone must give the width in
 DECIDED and must refuse the trees of REFUSED. Names and shapes are facts from the public code of each project: nanodo,
-Flax (examples lm1b and gemma, nnx.LoRALinear), gpt-jax, dm-haiku, Equinox, EasyLM, Simply, jax-llm-examples, Levanter,
-MaxText, Praxis, Qwix and Hugging Face Transformers (the Flax models). Paths are what jax.tree_util.keystr(path,
-simple=True, separator="/") gives. Sizes are the project's own, or others its configuration allows that keep d_model,
-d_ff and heads * head_dim apart; two layers where each layer has its own arrays (three in deepseek_r1).
+Flax (gemma, nnx.LoRALinear), dm-haiku, Equinox, Simply, jax-llm-examples, Levanter, MaxText, Praxis, Qwix and Hugging
+Face Transformers (the Flax models). Paths are what jax.tree_util.keystr(path, simple=True, separator="/") gives. Sizes
+are the project's own, or others its configuration allows that keep d_model, d_ff and heads * head_dim apart; two layers
+where each layer has its own arrays (three in deepseek_r1).
 """
 
 import itertools
@@ -34,18 +34,6 @@ _DECIDED = {
     embed/embedding:32101x512 out_ln/scale:512 pos_embed/embedding:512x512
     blocks_{0,1}/ CausalAttn_0/attn_out_proj/kernel:8x64x512 CausalAttn_0/{key,query,value}/kernel:512x8x64
     LayerNorm_{0,1}/scale:512 Mlp_0/Dense_0/kernel:512x2048 Mlp_0/Dense_1/kernel:2048x512""",
-    # Linen, qkv_dim 256; the head is logitdense, positions are sinusoidal (no table)
-    ("flax lm1b", 512): """
-    decoder/ Embed_0/embedding:30000x512 encoderdecoder_norm/{bias,scale}:512 logitdense/bias:30000
-    logitdense/kernel:512x30000 decoder/encoderdecoderblock_{0,1}/ LayerNorm_{0,1}/{bias,scale}:512
-    MlpBlock_0/Dense_0/bias:2048 MlpBlock_0/Dense_0/kernel:512x2048 MlpBlock_0/Dense_1/bias:512
-    MlpBlock_0/Dense_1/kernel:2048x512 MultiHeadDotProductAttention_0/{key,query,value}/kernel:512x8x32
-    MultiHeadDotProductAttention_0/out/kernel:8x32x512""",
-    # nnx as a pure dict; qkv is [3, heads, d, head_dim]
-    ("flax gemma 7b", 3072): """
-    embedder/embedding:256128x3072 final_norm/scale:3072
-    layers/{0,1}/ attn/attn_vec_einsum/kernel:16x256x3072 attn/qkv_einsum/kernel:3x16x3072x256
-    mlp/down_proj/kernel:24576x3072 mlp/{gate,up}_proj/kernel:3072x24576 pre_{attention,ffw}_norm/scale:3072""",
     # nnx.State, without the .value of each variable; kv is [2, kv heads, d, head_dim], norms of width head_dim
     ("flax gemma3 1b", 1152): """
     embedder/embedding:262144x1152 final_norm/scale:1152
@@ -53,11 +41,6 @@ _DECIDED = {
     attn/kv_einsum/kernel:2x1x1152x256 attn/q_einsum/kernel:4x1152x256
     mlp/down_proj/kernel:6912x1152 mlp/{gate,up}_proj/kernel:1152x6912
     {post_attention,post_ffw,pre_attention,pre_ffw}_norm/scale:1152""",
-    # Linen, layers are 0 and 1 at the top level; c_attn is fused [d, 3 d]
-    ("gpt-jax", 768): """
-    ln_f/{bias,scale}:768 wpe/embedding:1024x768 wte/embedding:50304x768
-    {0,1}/ attn/c_attn/bias:2304 attn/c_attn/kernel:768x2304 {attn,mlp}/c_proj/bias:768 attn/c_proj/kernel:768x768
-    ln_{1,2}/{bias,scale}:768 mlp/c_fc/bias:3072 mlp/c_fc/kernel:768x3072 mlp/c_proj/kernel:3072x768""",
     # biases are b, matrices w; vocabulary == d (the default); positions are a bare parameter
     ("dm-haiku transformer", 128): """
     language_model/ positional_embeddings:64x128 embed/embeddings:128x128 linear/b:128 linear/w:128x128 transformer/
@@ -73,25 +56,11 @@ _DECIDED = {
     attention_block/attention/{query,key,value,output}_proj/bias:128 attention_block/layernorm/{weight,bias}:128
     ff_block/mlp/weight:512x128 ff_block/mlp/bias:512 ff_block/output/weight:128x512
     ff_block/{output,layernorm}/bias:128 ff_block/layernorm/weight:128""",
-    # Linen, norm scales are called kernel
-    ("EasyLM llama3 8b", 4096): """
-    lm_head/kernel:4096x128256 transformer/ln_f/kernel:4096 transformer/wte/embedding:128256x4096
-    transformer/h/{0,1}/ attention/{wk,wv}/kernel:4096x1024 attention/{wo,wq}/kernel:4096x4096
-    {attention,ffn}_norm/kernel:4096 feed_forward/w{1,3}/kernel:4096x14336 feed_forward/w2/kernel:14336x4096""",
     # AnnotatedArray adds /0; o_proj is [d, heads, head_dim] as q_proj is; the table is embed_linear/w
     ("simply 986m", 1536): """
     embed_linear/b/0:100864 embed_linear/w/0:100864x1536 final_ln/scale/0:1536
     block_{0,1}/ attn/{k,o,q,v}_proj/w/0:1536x8x256 attn/per_dim_scale/scale/0:256 ffn/ffn_0{,_gate}/w/0:1536x12288
     ffn/ffn_1/w/0:12288x1536 {post_ln_0,post_ln_1,pre_ln_0,pre_ln_1}/scale/0:1536""",
-    # untied: the table is embed_linear/embed (no /0), the head embed_linear/w [vocab, d]; 128 experts lead
-    ("simply qwen3 moe", 2048): """
-    embed_linear/embed:151936x2048 embed_linear/w/0:151936x2048 final_ln/scale/0:2048
-    block_{0,1}/ attn/{k,q}_norm/scale/0:128 attn/{k,v}_proj/w/0:2048x4x128 attn/{o,q}_proj/w/0:2048x32x128
-    ffn/ffn_0{,_gate}/w/0:128x2048x768 ffn/ffn_1/w/0:128x768x2048 ffn/router/w/0:2048x128 pre_ln_{0,1}/scale/0:2048""",
-    # arrays in dataclasses: a matrix is q or w_up itself; norms are gamma; 3B sizes with 16 heads, not 24
-    ("jax-llm-examples llama3", 3072): """
-    embedding:128256x3072 gamma_final:3072 lm_head:3072x128256 layers/{0,1}/ q:3072x16x128 {k,v}:3072x8x128
-    o:16x128x3072 w_{gate,up}:3072x8192 w_down:8192x3072 attn_{pre,post}_gamma:3072""",
     # experts lead; d_ff == d (the default), gate and up fused; biases of 2 dimensions; sinks
     ("jax-llm-examples gpt_oss", 2880): """
     embedding:201088x2880 gamma_final:2880 lm_head:2880x201088
@@ -105,13 +74,6 @@ _DECIDED = {
     q_b:1536x128x192 kv_a:7168x512 k_pe:7168x64 kv_gamma:512 {k,v}_b:512x128x128 o:128x128x7168 layers/{1,2}/mlp/
     w_router:7168x256 b_router:256 we_{gate,up}:256x7168x2048 we_down:256x2048x7168 ws_{gate,up}:7168x2048
     ws_down:2048x7168""",
-    # NamedArray adds /0; 4 layers stacked in front; c_attn is [L, d, 3, heads, head_dim]
-    ("levanter gpt2", 768): """
-    transformer/ln_f/{weight,bias}/0:768 embeddings/token_embeddings/weight/0:50257x768
-    embeddings/position_embeddings/weight/0:1024x768
-    transformer/blocks/stacked/ ln_{1,2}/{weight,bias}/0:4x768 attn/c_attn/weight/0:4x768x3x12x64
-    attn/c_attn/bias/0:4x3x12x64 attn/c_proj/weight/0:4x12x64x768 {attn,mlp}/c_proj/bias/0:4x768
-    mlp/c_fc/weight/0:4x768x3072 mlp/c_fc/bias/0:4x3072 mlp/c_proj/weight/0:4x3072x768""",
     # NamedArray adds /0; 4 layers in front, then [out, in]: q is [L, kv heads, group, head_dim, d]
     ("levanter llama", 2048): """
     transformer/norm/weight/0:2048 embeddings/token_embeddings/weight/0:32000x2048 lm_head/weight/0:32000x2048
@@ -160,18 +122,6 @@ _DECIDED = {
 }
 
 _REFUSED = {
-    # text 768 and vision 1024, 12 and 24 layers (2 and 4 here)
-    "huggingface FlaxCLIP ViT-L/14": """
-    logit_scale: text_model/embeddings/position_embedding/embedding:77x768
-    text_model/embeddings/token_embedding/embedding:49408x768 text_model/final_layer_norm/{bias,scale}:768
-    text_projection/kernel:768x768 vision_model/{post_layernorm,pre_layrnorm}/{bias,scale}:1024
-    visual_projection/kernel:1024x768 text_model/encoder/layers/{0,1}/ layer_norm{1,2}/{bias,scale}:768
-    mlp/fc1/bias:3072 mlp/fc1/kernel:768x3072 mlp/fc2/bias:768 mlp/fc2/kernel:3072x768
-    self_attn/{k,out,q,v}_proj/bias:768 self_attn/{k,out,q,v}_proj/kernel:768x768 vision_model/embeddings/
-    class_embedding:1024 patch_embedding/kernel:14x14x3x1024 position_embedding/embedding:257x1024
-    vision_model/encoder/layers/{0,1,2,3}/ layer_norm{1,2}/{bias,scale}:1024 mlp/fc1/bias:4096
-    mlp/fc1/kernel:1024x4096 mlp/fc2/bias:1024 mlp/fc2/kernel:4096x1024 self_attn/{k,out,q,v}_proj/bias:1024
-    self_attn/{k,out,q,v}_proj/kernel:1024x1024""",
     # text 512 and vision 768, 12 layers each (2 here)
     "huggingface FlaxCLIP ViT-B/32": """
     logit_scale: text_model/embeddings/position_embedding/embedding:77x512

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from typing import get_args
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as vendor
@@ -9,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
 
+from orthojax.ops import normalizers
 from orthojax.ops.attention import cudnn, splash
 from orthojax.ops.attention.inputs import prepare_inputs
-from orthojax.ops.normalizers import ClippedSoftmax
 
 SINK = np.array([0.3, -1.0, 2.0, 0.0])
-NORMALIZERS = {"softmax": "softmax", "softmax1": "softmax1", "softmax_n": 0.5, "sink": SINK, "relu": "relu"}
-NORMALIZERS |= {"gelu": "gelu", "sigmoid": "sigmoid", "clipped": ClippedSoftmax(-0.1, 1.2), "softpick": "softpick"}
+NORMALIZERS = {name: name for name in get_args(normalizers.Name)}
+NORMALIZERS |= {"softmax_n": 0.5, "sink": SINK}
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -56,7 +57,7 @@ def weights(x, sees, normalizer):
     sink = -np.inf
     if isinstance(normalizer, str):
         sink = {"softmax": -np.inf, "softmax1": 0.0}[normalizer]
-    elif not isinstance(normalizer, ClippedSoftmax):
+    else:
         array = np.ndim(normalizer) > 0
         sink = np.asarray(normalizer)[:, None, None] if array else np.log(normalizer) if normalizer else -np.inf
     x = np.where(sees, x, -np.inf)
@@ -64,9 +65,6 @@ def weights(x, sees, normalizer):
     shift = np.where(np.isfinite(shift), shift, 0.0)
     total = np.exp(x - shift).sum(-1, keepdims=True) + np.exp(sink - shift)
     y = np.exp(x - shift) / np.where(total == 0.0, 1.0, total)
-    if isinstance(normalizer, ClippedSoftmax):
-        gamma, zeta = normalizer.gamma, normalizer.zeta
-        return np.clip((zeta - gamma) * y + gamma, 0.0, 1.0) * sees
     if isinstance(normalizer, str) and normalizer == "softmax":  # a row that sees nothing is spread, as in jax.nn
         return np.where(sees.any(-1, keepdims=True), y, 1.0 / x.shape[-1])
     return y

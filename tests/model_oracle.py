@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.model import Interventions, parameter_shapes, stack_layers
-from orthojax.ops.normalizers import ClippedSoftmax
 
 
 @cache
@@ -44,14 +43,6 @@ def _np_norm(x, config, p):
         x = x - x.mean(-1, keepdims=True)
     p = {"scale": 1.0} if p is None else p
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * p["scale"] + p.get("bias", 0.0)
-
-
-def _np_gated_norm(x, config, p, name):
-    x, gate = _np_norm(x, config, p.get(name)), p.get(f"{name}_gate")
-    if gate is None:
-        return x
-    hidden = _np_linear(x, gate["input"])
-    return x / (1.0 + np.exp(-_np_linear(hidden / (1.0 + np.exp(-hidden)), gate["output"])))
 
 
 def _np_theta_and_rope(config, layer):
@@ -100,7 +91,6 @@ def _np_attention(config, x, p, given, layer, prefix=0):
     if (window := _at(config.attention_window, layer)) is not None:
         visible &= s > t - window
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
-    normalizers["clipped_softmax"] = ClippedSoftmax()
     if config.latent:
         query, key, value = _np_latent_query_key_value(config, x, p)
     else:
@@ -110,8 +100,6 @@ def _np_attention(config, x, p, given, layer, prefix=0):
         query, key = _np_norm(query, config, p["query_norm"]), _np_norm(key, config, p["key_norm"])
     if config.position == "rotary":
         query, key = _np_rotary(query, config, layer), _np_rotary(key, config, layer)
-    if config.gated_attention == "value":
-        value = value / (1.0 + np.exp(-_np_linear(value.reshape(T, -1), p["gate"])))[..., None]
     if given.first_value_scale is not None:
         value[0] *= given.first_value_scale[layer][:, None]
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
@@ -127,7 +115,7 @@ def _np_attention(config, x, p, given, layer, prefix=0):
         share = given.forced_share[layer].reshape(N, -1, 1)
         weights = (1.0 - share) * weights + share * forced
     heads = np.einsum("NTS,SNH->TNH", weights, v)
-    if config.gated_attention in (True, "elementwise"):
+    if config.gated_attention:
         heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"]).reshape(T, N, -1)))
     if given.head_scale is not None:
         heads = heads * given.head_scale[layer][:, None]
@@ -237,9 +225,8 @@ def numpy_forward(config, params, tokens, given=None):
     for layer in range(config.num_layers):
         p = params.get(f"layers_{layer}", {})
         attended, mlp = 0.0 * x, 0.0 * x
-        parts = [part for part in ("attention", "mlp") if _at(getattr(config, f"{part}_norm"), layer)]
         norms, outputs = (
-            {part: partial(_np_gated_norm, config=config, p=p, name=f"{part}{name}") for part in parts}
+            {part: partial(_np_norm, config=config, p=p.get(f"{part}{name}")) for part in ("attention", "mlp")}
             for name in ("_norm", "_output_norm")
         )
         before, after = ({}, norms) if config.block == "post_norm" else (norms, {})
@@ -264,7 +251,7 @@ def numpy_forward(config, params, tokens, given=None):
         taps["residual_before"] = before_block
         layers.append(taps)
     if config.block != "post_norm":
-        x = _np_gated_norm(x, config, params, "final_norm")
+        x = _np_norm(x, config, params.get("final_norm"))
     if config.embedding_projection:
         x = x @ params["head_input"]["kernel"]
     logits = x @ (table.T if config.tie_embeddings else params["head"]["kernel"])

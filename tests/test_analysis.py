@@ -312,6 +312,21 @@ REFUSED = [
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER.astype(int)), "is_trigger"),
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER[:, 1:]), "is_trigger"),
     (lambda: analysis.sink_logit_gap(WEIGHTS[0], IS_TRIGGER), "logits"),
+    *(
+        (lambda name=name: getattr(analysis, name)(TAPS["attention_logits"][0]), "not logits")
+        for name in (
+            "first_attention_fraction",
+            "first_attention_mass",
+            "first_attention_mass_by_head",
+            "gu_sink_rate",
+            "null_mass_by_head",
+            "attention_entropy_by_head",
+        )
+    ),
+    *(
+        (lambda length=length, window=window: analysis.chance_of_first(length, window=window), "allowed: 1 or more")
+        for length, window in ((-1, None), (0, None), (float("nan"), None), (8, 0), (8, float("nan")))
+    ),
     (lambda: analysis.bigram_excess_risk_nats(_log_probs, _oracle[0], IS_TRIGGER), "oracle_probs"),
     (lambda: analysis.observe_language_model(SimpleNamespace(residual=HIDDEN), basis=np.eye(5)), "basis"),
 ]
@@ -352,7 +367,7 @@ def observe_layers(observe, arrays=TAPS, sequences=slice(None)):
     """Runs an observe function inside a scan over layers, as a model does."""
 
     def layer(carry, taps):
-        return carry, observe(SimpleNamespace(**taps, visible=jnp.ones((1, 1, T, T), bool)))
+        return carry, observe(SimpleNamespace(**taps, visible=jnp.tri(T, dtype=bool)[None, None]))
 
     return jax.lax.scan(layer, 0, {name: array[:, sequences] for name, array in arrays.items()})[1]
 
@@ -459,6 +474,25 @@ def test_predictors_are_their_definitions_in_float64():
     assert 0 < metrics["gu_sink_rate"] < metrics["gu_sink_rate_any"] < 1
     named = {"osp_kurtosis", "max_over_median", "gu_sink_rate", "gu_sink_rate_any"}
     assert metrics.keys() == {"sequences"} | named | {f"{name}/layer_{i}" for name in named for i in range(L)}
+
+
+def test_queries_that_do_not_see_a_key_do_not_count():
+    """A window of 3 keys, in which softmax-like rows give key 0 most of what its queries have."""
+    rng, length, window = np.random.default_rng(1), 12, 3
+    distance = np.arange(length)[:, None] - np.arange(length)
+    visible = ((distance >= 0) & (distance < window))[None, None]
+    weights = np.where(visible, rng.uniform(0.1, 1.0, (2, 4, length, length)), 0.0)
+    weights[:, :2, :, 0] *= 200.0
+    weights /= weights.sum(-1, keepdims=True)
+    alpha = np.stack([weights[..., k : k + window, k].mean(-1) for k in range(length)], -1)
+    np.testing.assert_allclose(analysis.mean_weights_by_key(weights, visible), alpha, rtol=1e-5)
+    found = [analysis.gu_sink_rate(weights, 0.9, any_key=any_key, visible=visible) for any_key in (False, True)]
+    assert found == pytest.approx([(alpha[..., 0] > 0.9).mean(), (alpha > 0.9).any(-1).mean()])
+    assert found[0] == 0.5 > analysis.gu_sink_rate(weights, 0.9)
+    logits = rng.normal(size=(2, 4, length, length))
+    gaps = [logits[..., i, 0] - logits[..., i, 1:i].mean(-1) for i in range(2, window)]
+    nobody = np.zeros((2, length), bool)
+    assert analysis.sink_logit_gap(logits, nobody, visible=visible) == pytest.approx(np.mean(gaps), rel=1e-5)
 
 
 def test_osp_kurtosis_is_not_centred_and_survives_what_is_constant_or_large():

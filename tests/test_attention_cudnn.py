@@ -5,8 +5,10 @@ Its numbers are those of the contract in test_attention.py.
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
+import jax._src.cudnn.fused_attention_stablehlo as vendor
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.ops.attention import cudnn, dot_product_attention
+from orthojax.ops.attention.cudnn_kernel import private_module
 
 B, N, H = 2, 4, 8
 SINK = jnp.asarray(SINK64, jnp.float32)
@@ -234,14 +237,6 @@ def test_a_window_to_the_left_is_compiled_as_causal(normalizer):
     assert re.findall(r"sliding_window_length: (\d+)", text) == ["4"] * 2  # its own position is one of them
 
 
-def test_a_window_that_tracing_does_not_know_is_refused():
-    def attend(window):
-        return dot_product_attention(*HALF[:3], is_causal=True, local_window_size=window, implementation="cudnn")
-
-    with pytest.raises(NotImplementedError, match="known when tracing"):
-        jax.eval_shape(attend, 3)
-
-
 @pytest.mark.parametrize(("wanted", "mask", "has_gradient"), [(0, False, False), (3, False, True), (0, True, False)])
 def test_the_bias_has_a_gradient_if_wanted(wanted, mask, has_gradient):
     def loss(q, k, v, bias):
@@ -255,41 +250,18 @@ def test_the_bias_has_a_gradient_if_wanted(wanted, mask, has_gradient):
     assert len(results) == 4 + has_gradient  # query, key, value, workspace
 
 
-# What is refused.
+@pytest.mark.parametrize("name", ["fwd_p_wrapper", "bwd_p_wrapper", "MaskType"])
+def test_private_names_of_another_form_are_said(name, monkeypatch):
+    def bind(*arrays, name_of_a_later_jax, **parameters):
+        raise AssertionError
 
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"normalizer": "relu"}, "'relu'"),
-        ({"normalizer": "softpick"}, "'softpick'"),
-        ({"scale": jnp.float32(0.5)}, "scale"),
-        ({"logits_soft_cap": 50.0}, "soft cap"),
-        ({"local_window_size": (-1, 0)}, "window"),
-        ({"dtype": jnp.float32}, "float32"),
-        ({"width": 12}, "12"),
-        ({"length": 5, "mask": jnp.ones((5, 5), bool)}, "even"),
-        ({"local_window_size": 2}, "causal"),
-        ({"local_window_size": (2, 0), "keys": 4}, "keys"),
-        ({"normalizer": 0.0, "mask": jnp.ones((6, 6), bool)}, "n = 0"),
-    ],
-)
-def test_what_the_kernel_cannot_do_is_refused(options, problem):
-    options = dict(options)
-    dtype, width = options.pop("dtype", jnp.bfloat16), options.pop("width", 8)
-    length = options.pop("length", 6)
-    q, v = jnp.zeros((B, length, N, width), dtype), jnp.zeros((B, options.pop("keys", length), N, width), dtype)
-    with pytest.raises(NotImplementedError, match=problem):
-        dot_product_attention(q, v, v, implementation="cudnn", **options)
-
-
-def test_explicit_axes_unknown_to_the_kernel_are_refused():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
-    q, k = jnp.zeros((4, 8, 8, 8), jnp.bfloat16), jnp.zeros((4, 8, 2, 8), jnp.bfloat16)
-    for spec, problem in ((P(None, "x"), "batch and heads"), (P(None, None, "x"), "key-value heads")):
-        placed = jax.device_put(q, NamedSharding(mesh, spec))
-        with pytest.raises(NotImplementedError, match=problem):
-            dot_product_attention(placed, k, k, implementation="cudnn")
+    name = name if name == "MaskType" else f"_dot_product_attention_{name}"
+    monkeypatch.setattr(vendor, name, SimpleNamespace(bind=bind))
+    monkeypatch.setattr(cudnn, "private_module", private_module.__wrapped__)  # what is remembered is of another jax
+    with pytest.raises(NotImplementedError, match="keeps its cuDNN primitives"):
+        _cudnn(*HALF[:3])
+    with jax.default_device("gpu"), pytest.warns(UserWarning, match="falls back.*keeps its cuDNN primitives"):
+        jax.eval_shape(partial(dot_product_attention, is_causal=True), *HALF[:3])
 
 
 def test_on_a_cpu_the_kernel_is_unavailable():

@@ -1,6 +1,8 @@
 """The TPU kernel without a TPU: its numbers in interpret mode, its structure by lowering for TPUs."""
 
 import re
+import runpy
+import sys
 from collections import Counter
 
 import jax
@@ -13,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.ops import dot_product_attention
+from orthojax.ops.attention import splash
+from orthojax.ops.attention.inputs import prepare_inputs
 
 SINKS = np.array([0.3, -1.0, 2.0, -np.inf])
 ENDS = {"query_seq_lengths": np.array([3, 100]), "key_value_seq_lengths": np.array([70, 0])}
@@ -169,36 +173,24 @@ def test_remat_that_keeps_attn_out_runs_attention_once():
         assert forward_kernels(policies.nothing_saveable) == 2
 
 
-# What is refused.
+def test_a_kernel_of_another_form_is_named(monkeypatch):
+    def problem():
+        return runpy.run_path(splash.__file__)["unsupported"](prepare_inputs(*BATCH[:3], normalizer="softmax1"))
+
+    assert problem() == ""
+    monkeypatch.setattr(splash.kernels, "attention_reference", lambda mask, q, k, v, segment_ids: None)
+    assert "has no sinks" in problem()
+    name = splash.kernels.__name__
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+    assert "has no splash kernel" in problem()
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"bias": jnp.zeros((1, 1, 128, 128))}, "bias=None"),
-        ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "mask"),
-        ({"normalizer": "relu"}, "'relu'"),
-        ({"normalizer": "softpick"}, "'softpick'"),
-        ({"scale": jnp.ones((4, 1, 1))}, "scale"),
-        ({"local_window_size": (3, -1)}, "window"),
-        ({"dtypes": [jnp.bfloat16, jnp.float32, jnp.float32]}, "bfloat16, float32"),
-    ],
-)
-def test_what_the_kernel_does_not_support_is_named(options, problem):
-    options = dict(options)
-    dtypes = options.pop("dtypes", [jnp.float32] * 3)
-    arrays = [jnp.asarray(a, dtype) for a, dtype in zip(qkv(128, 128), dtypes, strict=True)]
-    with pytest.raises(NotImplementedError, match=problem):
-        dot_product_attention(*arrays, implementation="splash", **options)
+def test_an_argument_before_the_sinks_changes_nothing(monkeypatch, unsharded):
+    original = splash.kernels._splash_attention
 
+    def of_a_later_jax(a, b, c, q, k, v, segment_ids=None, new=None, sinks=None, **options):
+        return original(a, b, c, q, k, v, segment_ids, sinks, **options)
 
-def test_x64_and_explicit_axes_are_refused():
-    def attend(q, k, v):
-        return dot_product_attention(q, k, v, implementation="splash")
-
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="jax_enable_x64"):
-        attend(*BATCH[:3])
-    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    placed = jax.device_put(BATCH[:3], NamedSharding(explicit, P("x")))
-    with pytest.raises(NotImplementedError, match="Explicit"):
-        jax.eval_shape(attend, *placed)
+    monkeypatch.setattr(splash.kernels, "_splash_attention", of_a_later_jax)
+    assert_near(jax.jit(lambda *arguments: step(*arguments))(*BATCH), unsharded)

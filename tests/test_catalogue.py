@@ -7,7 +7,7 @@ import pytest
 from tiny_run import TINY, drawn_params, inputs, loaded
 
 from orthojax import analysis, ops
-from orthojax.analysis import CATALOGUE, Conditions, chance, compared_with, define, label
+from orthojax.analysis import CATALOGUE, Conditions, chance, compared_with, define, label, limits
 from orthojax.commands.evaluate import overview
 from orthojax.config import replace
 from orthojax.formatting import percent, share
@@ -31,6 +31,18 @@ def test_entries_are_complete():
         assert entry.definition.endswith(".")
         assert entry.group
         assert bool(entry.chance) == bool(entry.chance_words)
+        level = entry.chance(GIVEN) if entry.chance else None
+        assert level is None or entry.low <= level <= entry.high
+        assert not entry.curves or CATALOGUE[entry.curves].curves == entry.curves
+
+
+def test_limits_are_those_of_every_place_and_variant():
+    for name in ("loss_nats", "max_abs_rest/layer_1", "rotated_norm_ratio_first/layer_0/head_1",
+                 "post_attention_kurtosis_first"):  # fmt: skip
+        assert limits(name) == (0.0, np.inf)
+    assert limits("sink_rate/step_20") == (0.0, 1.0)
+    assert limits("perplexity/step_20") == limits("perplexity_int4_zeropoint") == (1.0, np.inf)
+    assert limits("sink_logit_gap") == limits("of_an_experiment") == (-np.inf, np.inf)
 
 
 @pytest.mark.parametrize(

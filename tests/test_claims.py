@@ -10,27 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orthojax.config import Config
-from orthojax.experiments.claims import (
-    ByLayer,
-    Claim,
-    Metric,
-    Scope,
-    all_of,
-    any_of,
-    check,
-    dominated,
-    equivalent,
-    excess_left,
-    function,
-    judge,
-    largest,
-    largest_of_all,
-    lost,
-    not_measured,
-    peak,
-    rising,
-    smallest,
-)
+from orthojax.experiments import claims as c
+from orthojax.experiments.claims import ByLayer, Claim, Metric, Scope
 from orthojax.experiments.study import Study, make_report, results_of
 from orthojax.report.page import Cell
 from orthojax.report.results import pairs
@@ -53,7 +34,7 @@ def made_up(given=(), aliases=None, **variants):
 
 
 def verdict(claim, **variants):
-    return judge(claim, made_up(**variants)).verdict
+    return c.judge(claim, made_up(**variants)).verdict
 
 
 def seeds(*values, name="x"):
@@ -125,8 +106,8 @@ def test_logic_that_of_python_and_written_as_computed(drawn):
         (~((X["a"] < 1) & (X["b"] < 1)), "not (x of a < 1 and x of b < 1)"),
         (((X["a"] < 1) & (X["b"] < 1)).in_every_seed(), "(x of a < 1 and x of b < 1) in every seed"),
         (abs(X["a"] - 1) < 2, "|x of a - 1| < 2"),
-        (largest(X["a"], X["b"], 3) > smallest(X["a"], 0), "max(x of a, x of b, 3) > min(x of a, 0)"),
-        (peak(ByLayer("x")["a"]) > 3, "largest(x by layer of a) > 3"),
+        (c.largest(X["a"], X["b"], 3) > c.smallest(X["a"], 0), "max(x of a, x of b, 3) > min(x of a, 0)"),
+        (c.peak(ByLayer("x")["a"]) > 3, "largest(x by layer of a) > 3"),
         ((X["a"] < X["b"]) + 0 < 1, "(x of a < x of b) + 0 < 1"),
         ((X["a"] < 1) < (X["b"] < 1), "(x of a < 1) < (x of b < 1)"),
     ],
@@ -155,14 +136,14 @@ TWO_SEEDS = {"a": seeds(1.0, 5.0), "b": seeds(4.0, 4.0)}
         ((X["a"] < X["b"]).in_every_seed(), False),  # 5 > 4 in the second seed
         (~(X["a"] < X["b"]).in_every_seed(), True),
         (Metric("square", lambda of: of["x"] ** 2)["a"] >= 13, True),  # (1 + 25) / 2, not 3^2
-        (function("gap", lambda a, b: b - a, X["a"], X["b"]) <= 1, True),
-        (rising(X["a"], X["b"], 5), True),
-        (rising(X["a"], X["b"], 4), False),
-        (all_of([X["a"] > 2, X["b"] > 3, X["a"] > 3]), False),
-        (any_of([X["a"] > 3, X["b"] > 4, X["b"] >= 4]), True),
-        (check(lambda a, b: len(a.seeds) == 2 and a["x"] < b["x"], "a", "b", words="less"), True),
-        (check(lambda *all_of_them: len(all_of_them) == 2, words="two variants"), True),
-        (largest_of_all(lambda of: of["x"], lambda of: of.name != "b", "largest x but b's") < 3.5, True),
+        (c.function("gap", lambda a, b: b - a, X["a"], X["b"]) <= 1, True),
+        (c.rising(X["a"], X["b"], 5), True),
+        (c.rising(X["a"], X["b"], 4), False),
+        (c.all_of([X["a"] > 2, X["b"] > 3, X["a"] > 3]), False),
+        (c.any_of([X["a"] > 3, X["b"] > 4, X["b"] >= 4]), True),
+        (c.check(lambda a, b: len(a.seeds) == 2 and a["x"] < b["x"], "a", "b", words="less"), True),
+        (c.check(lambda *all_of_them: len(all_of_them) == 2, words="two variants"), True),
+        (c.largest_of_all(lambda of: of["x"], lambda of: of.name != "b", "largest x but b's") < 3.5, True),
         (abs(X["a"] - X["b"]) < 1, False),
     ],
 )
@@ -172,7 +153,7 @@ def test_means_decide_unless_every_seed_is_asked(expression, holds):
 
 def test_means_by_layer_are_those_of_seeds():
     layers = [{"x/layer_0": 1.0, "x/layer_1": 4.0}, {"x/layer_0": 3.0, "x/layer_1": 1.0}]
-    expression = peak(ByLayer("x")["a"])  # of (2, 2.5), where single seeds have 4 and 3
+    expression = c.peak(ByLayer("x")["a"])  # of (2, 2.5), where single seeds have 4 and 3
     assert verdict(Claim("", (expression <= 2.5) & (expression > 2.4)), a=layers) == "holds"
     assert verdict(Claim("", (expression >= 3).in_every_seed()), a=layers) == "holds"
 
@@ -204,38 +185,39 @@ HALVED = X["*_new"] <= 0.5 * X["*_old"]
     ],
 )
 def test_stars_stand_for_cases_that_all_hold(changes, verdict, cases):
-    judged = judge(Claim("", **{"holds": HALVED} | changes), made_up(**CASES))
+    judged = c.judge(Claim("", **{"holds": HALVED} | changes), made_up(**CASES))
     assert judged.verdict == verdict
     assert [case.name for case in judged.cases] == cases
 
 
 def test_aliases_are_further_names_of_variants():
     results = made_up(aliases=lambda results: {"longest_new": "q_new", "longest_old": "q_old"}, **CASES)
-    assert judge(Claim("", X["longest_new"] > 4), results).verdict == "holds"
-    assert "longest" in [case.name for case in judge(Claim("", HALVED), results).cases]
+    assert c.judge(Claim("", X["longest_new"] > 4), results).verdict == "holds"
+    assert "longest" in [case.name for case in c.judge(Claim("", HALVED), results).cases]
 
 
 def test_first_criteria_and_late_claims_are_told():
     revised = Claim("", X["a"] < 2, revised=("it was too wide", Claim("", X["a"] < 0.5)))
-    judged = judge(revised, made_up(a={"x": 1.0}))
+    judged = c.judge(revised, made_up(a={"x": 1.0}))
     assert (judged.verdict, judged.first) == ("holds", "does not hold")
-    assert judge(Claim("", X["a"] < 2, added="seen first"), made_up(a={"x": 1.0})).first is None
-    assert verdict(not_measured("It is fast.", "no clock"), a={"x": 1.0}) == "not measured"
+    assert c.judge(Claim("", X["a"] < 2, added="seen first"), made_up(a={"x": 1.0})).first is None
+    assert verdict(c.not_measured("It is fast.", "no clock"), a={"x": 1.0}) == "not measured"
 
 
 def test_failed_seeds_count_for_no_variant():
     # The second seed of b failed, so that of a is left out: 1 < 2, though the means are 5 and 2.
     assert verdict(Claim("", X["a"] < X["b"]), a=seeds(1.0, 9.0), b=seeds(2.0, None)) == "holds"
     assert verdict(Claim("", (X["a"] < X["b"]).in_every_seed()), a=seeds(1.0, 9.0), b=seeds(2.0, None)) == "holds"
-    judged = judge(Claim("", X["a"] < X["b"]), made_up(a=seeds(1.0, None), b=seeds(None, 2.0)))
+    judged = c.judge(Claim("", X["a"] < X["b"]), made_up(a=seeds(1.0, None), b=seeds(None, 2.0)))
     assert (judged.verdict, judged.cases) == ("not testable", [])
     assert judged.missing
 
 
 def test_existing_models_need_not_share_seeds():
     rows = {"a": seeds(1.0, 3.0), "b": seeds(2.5)}
-    assert judge(Claim("", X["a"] < X["b"]), made_up(given=("b",), **rows)).verdict == "holds"  # 2 < 2.5
-    assert judge(Claim("", (X["a"] < X["b"]).in_every_seed()), made_up(given=("b",), **rows)).verdict == "does not hold"
+    assert c.judge(Claim("", X["a"] < X["b"]), made_up(given=("b",), **rows)).verdict == "holds"  # 2 < 2.5
+    in_every_seed = Claim("", (X["a"] < X["b"]).in_every_seed())
+    assert c.judge(in_every_seed, made_up(given=("b",), **rows)).verdict == "does not hold"
     results = made_up(given=("a", "b"), a=[None, {"x": 3.0}], b=seeds(2.0))
     assert pairs(results["a"], results["b"], "x") == {0: (3.0, 2.0)}
 
@@ -243,19 +225,19 @@ def test_existing_models_need_not_share_seeds():
 @pytest.mark.parametrize("absent", ["metric", "metric of a seed", "variant", "run"])
 def test_what_is_missing_is_named_and_not_judged(absent):
     rows = {"metric": {"y": 1.0}, "metric of a seed": [{"x": 1.0}, {"y": 1.0}], "run": None}
-    judged = judge(Claim("", X["b"] < 3), made_up(a={"x": 1.0}, **({"b": rows[absent]} if absent in rows else {})))
+    judged = c.judge(Claim("", X["b"] < 3), made_up(a={"x": 1.0}, **({"b": rows[absent]} if absent in rows else {})))
     assert judged.verdict == "not testable"
     assert "b" in judged.missing[0]
 
 
 def test_a_case_that_is_missing_leaves_the_others():
-    judged = judge(Claim("", HALVED), made_up(**CASES | {"q_new": None}))
+    judged = c.judge(Claim("", HALVED), made_up(**CASES | {"q_new": None}))
     assert (judged.verdict, [case.name for case in judged.cases]) == ("holds", ["p"])
     assert judged.missing[0].startswith("q")
 
 
 def test_numbers_of_a_case_are_those_that_decide():
-    judged = judge(Claim("", X["a"] < X["b"], note=lambda scope: f"of {len(scope.study)}"), made_up(**TWO_SEEDS))
+    judged = c.judge(Claim("", X["a"] < X["b"], note=lambda scope: f"of {len(scope.study)}"), made_up(**TWO_SEEDS))
     assert judged.cases[0].numbers == ["x: a 3 (1 to 5), b 4", "of 2"]
 
 
@@ -264,11 +246,11 @@ def test_shared_criteria_are_those_of_their_formulas():
     chance = sum(1 / t for t in range(1, of + 1)) / of
     before = {"first_attention_fraction": 4 * chance, "perplexity": 10.0, "perplexity_int8_coarse": 12.0}
     rows = {"a": before, "b": before | {"first_attention_fraction": 1.4 * chance}}
-    assert verdict(Claim("", dominated("a") & ~dominated("b")), **rows) == "holds"
-    left = excess_left("b", "a")  # 0.4 of 3 times chance
+    assert verdict(Claim("", c.dominated("a") & ~c.dominated("b")), **rows) == "holds"
+    left = c.excess_left("b", "a")  # 0.4 of 3 times chance
     assert verdict(Claim("", (left < 0.1334) & (left > 0.1333)), **rows) == "holds"
-    assert verdict(Claim("", excess_left("a", "b") > 1), a=before, b={"first_attention_fraction": 0.0}) == "holds"
-    assert verdict(Claim("", abs(lost("int8_coarse")["a"] - 0.2) < 1e-9), **rows) == "holds"
+    assert verdict(Claim("", c.excess_left("a", "b") > 1), a=before, b={"first_attention_fraction": 0.0}) == "holds"
+    assert verdict(Claim("", abs(c.lost("int8_coarse")["a"] - 0.2) < 1e-9), **rows) == "holds"
 
 
 @pytest.mark.parametrize(("spread", "shift", "holds"), [(0.002, 0.0, True), (0.002, 0.009, False), (0.02, 0.0, False)])
@@ -278,9 +260,10 @@ def test_equal_perplexity_needs_an_interval_within_the_margin(spread, shift, hol
     cured = [{"perplexity": of["perplexity"] * float(np.exp(x))} for of, x in zip(vanilla, logs, strict=True)]
     half = 2.919986 * np.std(logs, ddof=1) / np.sqrt(3)  # the quantile 0.95 of t with two degrees of freedom
     assert holds == (np.mean(logs) - half > -np.log(1.01) and np.mean(logs) + half < np.log(1.01))
-    judged = judge(equivalent("", "cured", "vanilla"), made_up(vanilla=vanilla, cured=cured))
+    claim = c.equivalent("", "cured", "vanilla")
+    judged = c.judge(claim, made_up(vanilla=vanilla, cured=cured))
     assert judged.verdict == ("holds" if holds else "does not hold")
-    assert judge(equivalent("", "cured", "vanilla"), made_up(vanilla=vanilla[:1], cured=cured[:1])).verdict != "holds"
+    assert c.judge(claim, made_up(vanilla=vanilla[:1], cured=cured[:1])).verdict != "holds"
 
 
 MASS, KURTOSIS = Metric("first_attention_mass"), Metric("kurtosis_rest")
@@ -297,14 +280,14 @@ MASS, KURTOSIS = Metric("first_attention_mass"), Metric("kurtosis_rest")
         ((MASS["*"] < 0) | (KURTOSIS["*"] > 4),
          "attention mass on the first token: a 14%, needs less than 0%, "
          "or kurtosis, other tokens: a 3.33, needs more than 4"),
-        (largest(KURTOSIS["*"], MASS["*"]) > 4,
+        (c.largest(KURTOSIS["*"], MASS["*"]) > 4,
          "largest of kurtosis, other tokens and attention mass on the first token: a 333%, needs more than 400%"),
         (~(KURTOSIS["*"] > 3), "needs not kurtosis_rest of a > 3"),
     ],
 )  # fmt: skip
 def test_what_is_not_testable_says_why_in_numbers(given, lacks):
     rows = [{"kurtosis_rest": 3.33 + shift, "first_attention_mass": 0.14, "z": 0.074} for shift in (-1, 1)]
-    (case,) = judge(Claim("", MASS["*"] < 0.5, given, cases=["a"]), made_up(a=rows)).cases
+    (case,) = c.judge(Claim("", MASS["*"] < 0.5, given, cases=["a"]), made_up(a=rows)).cases
     assert (case.testable, case.lacks) == (False, lacks)
 
 

@@ -158,3 +158,38 @@ def test_core_works_without_extras(tmp_path):
 def test_module_that_no_extra_has_is_a_crash():
     assert how_to_install(ModuleNotFoundError(name="of_the_user")) == ""
     assert how_to_install(ModuleNotFoundError()) == ""
+
+
+SAYING = "from orthojax.commands import cli; cli.run(lambda _: print('a\\x1b]52;c;b\\x07\\x9b\\r\\tb \\u00e9\\nc'))"
+
+
+def test_control_characters_are_escaped_on_a_terminal(tmp_path):
+    """OSC 52, which writes to the clipboard, BEL and CSI; a pipe gets what was said."""
+    ours, theirs = os.openpty()
+    done = subprocess.run([sys.executable, "-c", SAYING], cwd=tmp_path, stdout=theirs, timeout=120, check=False,
+                          env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+    assert done.returncode == 0
+    shown = os.read(ours, 1000).decode()
+    assert shown == "a\\x1b]52;c;b\\x07\\x9b\\r\tb \u00e9\r\nc\r\n"
+    assert run(cwd=tmp_path, code=SAYING).stdout.startswith("a\x1b]52;c;b\x07")
+
+
+STOPPED = """
+import atexit, os, signal, time
+from orthojax.commands import cli
+atexit.register(time.sleep, 600)  # as XLA's threads in the middle of a compilation
+def main(_):
+    try:
+        print("begun")
+        os.kill(os.getpid(), signal.NAME)
+        time.sleep(600)
+    finally:
+        print("closed")
+cli.run(main)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_stopped_process_ends_at_once(tmp_path, name, code):
+    done = run(cwd=tmp_path, code=STOPPED.replace("NAME", name))
+    assert (done.returncode, done.stdout.split()) == (code, ["begun", "closed"])

@@ -1,6 +1,8 @@
 """`orthojax compare`: fields that differ, how runs ended, curves, and what is refused."""
 
+import contextlib
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +102,31 @@ def test_wrong_arguments_are_refused(tmp_path, compare, arguments, says):
         compare(*arguments)
     assert len(str(refused.value).splitlines()) <= 3
     assert not (tmp_path / "report").exists()
+
+
+ODD = [None, True, -1, 1e308, 10**400, math.nan, -math.inf, "x", "\0", "\ud800", [1], {"a": 1}]
+EDITED = [
+    *(("evaluation.json", [of], r"evaluation\.json") for of in (
+        3, {}, {"metrics": [1]}, {"metrics": {"perplexity": 0.5}}, {"metrics": {"kurtosis_first": math.nan}})),
+    *(("evaluation.json", [{"metrics": of}], "") for of in ({}, {"perplexity": 1e308, "x": -1e308})),
+    *(("metrics.jsonl", [{"step": step}], r"step is .*\nallowed: an integer, 0") for step in (-1, True, 10**400)),
+    ("metrics.jsonl", [3, {}, {"step": None}, {"step": 0.5}, {"step": "x"}], "no valid line"),
+    ("metrics.jsonl", [{"step": 1, "loss_nats": x, "kurtosis_first": x} for x in ODD], ""),
+    ("metrics.jsonl", [{"step": i, "loss_nats": x, "kurtosis_first": x} for i, x in enumerate(ODD)], ""),
+    *(("config.json", [of], r"config\.json") for of in (3, {}, {"model": 3}, {"data": {"paths": [1]}})),
+]  # fmt: skip
+
+
+def test_edited_runs_are_compared_or_refused(tmp_path, compare):
+    made(tmp_path / "a"), made(tmp_path / "b", evaluation={"metrics": {"perplexity": 8.0}})
+    for name, lines, says in EDITED:
+        file = tmp_path / "b" / name
+        before = file.read_text()
+        file.write_text("\n".join(map(json.dumps, lines)))
+        with pytest.raises(UserError, match=says) if says else contextlib.nullcontext() as refused:
+            compare("a", "b")
+        assert not says or len(str(refused.value).splitlines()) <= 3
+        file.write_text(before)
 
 
 @pytest.mark.parametrize(("arguments", "says"), [([], "0 arguments"), (["a", "damaged"], "evaluation.json")])

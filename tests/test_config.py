@@ -2,7 +2,7 @@ import dataclasses
 import json
 import math
 import typing
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -10,15 +10,11 @@ from hypothesis import strategies as st
 
 from orthojax.config import (
     Config,
-    DataConfig,
-    EvalConfig,
-    MeshConfig,
     Mlp,
     ModelConfig,
     OptimConfig,
     RopeConfig,
     RotationConfig,
-    TrainConfig,
     changed_fields,
     describe_fields,
     describe_type,
@@ -54,6 +50,7 @@ READ = [
     *(("none", int | None, None), ("None", float | None, None), ("4", int | None, 4)),
     *((" relu ", Mlp, "relu"), ("relu", Mlp | tuple[Mlp, ...], "relu"), ("relu,", Mlp | tuple[Mlp, ...], ("relu",))),
     *((text, Mlp | tuple[Mlp, ...], ("relu", "gelu")) for text in ("relu,gelu", "relu, gelu", "relu,gelu,")),
+    *((text, bool | Literal["one"], value) for text, value in {"true": True, "false": False, "one": "one"}.items()),
     *(("true", bool | tuple[bool, ...], True), ("true,false", bool | tuple[bool, ...], (True, False))),
     *(("a.txt,b.txt", tuple[str, ...], ("a.txt", "b.txt")), ("", tuple[str, ...], ())),
 ]
@@ -78,17 +75,14 @@ def test_every_type_is_read_from_text_or_refused():
 # Overrides.
 
 OVERRIDES = {
-    "model.d_model": ("256", 256),
     "model.num_kv_heads": ("2", 2),
     "model.position": ("rotary", "rotary"),
     "model.attention": ("true", True),
-    "model.scan_layers": ("false", False),
     "optim.learning_rate": ("3e-4", 3e-4),
     "optim.clip_norm": ("none", None),
     "optim.rotation.kind": ("haar", "haar"),
     "data.tokenizer": ("bytes", "bytes"),
     "train.steps": ("2e3", 2000),
-    "eval.sequences": ("64", 64),
 }
 
 
@@ -141,14 +135,45 @@ BAD_OVERRIDES = [
     *(("optim.warmup_steps", "1000", "train.steps=1000"), ("train.steps", "50", "optim.warmup_steps=100")),
     *(("data.kind", "text", "data.paths"), ("data.kind", "tokens", "TRAIN"), ("data.paths", "a.txt", "embedded")),
     *(("data.repeated_share", "1.5", "repeated_share"), ("optim.muon_embeddings", "adam", "optimizer 'muon'")),
-    *(("model.gated_norm_rank", "-1", "rank=-1"), ("model.gated_norm_rank", "1.5", "an integer")),
+    ("model.attention_window", "4,4,none,4", "model.scan_layers=false"),
+    *(("model.gated_attention", "head", "true | false, or elementwise"), ("model.attention_window", "0", "window=0")),
+    *(("model.rope_local_theta", "100", "a window"), ("model.rotary_layers", "false", "rotary_layers=False")),
+    *(("model.rope.factor", "0.5", "factor=0.5"), ("model.mlp", "experts", "model.experts.num_experts")),
+    *(("model.rope.scaling", "longrope", "short_factors"), ("model.rope.short_factors", "1,2", "short_factors")),
     *(("train.activation_penalty", "-1", "penalty=-1"), ("train.activation_penalty", "nan", "nan")),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "word"), BAD_OVERRIDES)
-def test_bad_override_is_refused_in_three_lines(path, value, word):
-    assert word in "\n".join(refusal(replace, Config(), {path: value}))
+ROTARY = {"model.position": "rotary"}
+LATENT = ROTARY | {"model.latent.d_rotary": 2}
+LONGROPE = {"model.rope.scaling": "longrope", "model.rope.short_factors": (1.0,), "model.rope.long_factors": (1.0,)}
+BACKCOPY = {"data.kind": "bigram_backcopy"}
+FULL = {"model.attention_mask": "full", "data.objective": "masked"}
+PREFIX = {"model.attention_mask": "prefix", "data.objective": "span_corruption"}
+TOGETHER = [
+    *((FULL | {"data.objective": "next_token"}, "'masked'"), ({"data.objective": "masked"}, "'next_token'")),
+    *((PREFIX | {"data.objective": "masked"}, "'span_corruption'"), (FULL | BACKCOPY, "kinds with text")),
+    *((FULL | {"model.attention_window": 4}, "'causal'"), (PREFIX | {"model.relaxed_causal_tokens": 4}, "'causal'")),
+    (FULL | {"data.sequence_length": 7}, "at least 8"),
+    *((ROTARY | {"model.d_head": 3}, "an even number"), (ROTARY | {"model.rope_local_theta": 9.0}, "and a window")),
+    *((LATENT | {"model.num_kv_heads": 2}, "num_kv_heads=2"), (LATENT | {"model.qk_norm": "head"}, "qk_norm='head'")),
+    *((LATENT | {"model.rope.fraction": 0.5}, "d_rotary"), (LATENT | {"model.latent.d_rotary": 32}, "1 to 31")),
+    *((LONGROPE, "16 of each"), (ROTARY | {"model.rope.scaling": "dynamic", "model.d_head": 2}, "one pair")),
+    *(({"model.rope.scaling": "yarn", "model.rope_theta": 1.0}, "above 1"), ({"model.dtype": "float16"}, "loss")),
+    *(({"model.fixed_rotation": True}, "scan_layers=false"), ({"model.rope.high_frequency_factor": 0.5}, "above low")),
+    ({"model.fixed_rotation": True, "model.embedding_projection": True}, "one of them"),
+    *(({"model.experts.groups": 3}, "num_experts=8"), ({"model.experts.groups_per_token": 2}, "all or fewer")),
+    *(({"model.experts.per_token": 9}, "up to the 8"), ({"train.allow_normalizer_change": True}, "init_from")),
+    *((BACKCOPY | {"data.repeated_share": 0.5}, "'embedded'"), ({"train.keep_every_steps": 150}, "multiple")),
+    (BACKCOPY | {"data.delimiter": True, "data.sequence_length": 2}, "at least 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"), [*(({path: value}, word) for path, value, word in BAD_OVERRIDES), *TOGETHER]
+)
+def test_bad_override_is_refused_in_three_lines(changes, word):
+    assert word in "\n".join(refusal(replace, Config(), changes))
 
 
 def test_no_field_takes_a_number_that_no_array_can_hold():
@@ -175,24 +200,11 @@ def test_orthoadam_on_the_embeddings_of_muon_needs_one_rotation_of_them():
 # Configs built in Python are held to the same types as overrides.
 
 
-WRONG_VALUES = [
-    (ModelConfig, "norm", "layer_norm", "did you mean 'layernorm'?"),
-    (ModelConfig, "mlp", ["gelu"] * 4, "comma-separated"),
-    (ModelConfig, "mlp", ("gelu", "gelu", "gelu", "rely"), "gelu"),
-    (ModelConfig, "d_model", "128", "an integer"),
-    (ModelConfig, "scan_layers", "false", "true | false"),
-    (RotationConfig, "axes", "outputs", "did you mean 'output'?"),
-    (OptimConfig, "rotation", "haar", "RotationConfig"),
-    (DataConfig, "paths", "file.txt", "comma-separated"),
-    (MeshConfig, "data", True, "an integer"),
-    (TrainConfig, "steps", 1e3, "an integer"),
-    (EvalConfig, "sequences", "256", "an integer"),
-    (Config, "model", OptimConfig(), "ModelConfig"),
-]
-
-
 def test_config_built_with_a_wrong_value_is_refused():
-    for cls, field, value, word in WRONG_VALUES:
+    for cls, field, value, word in [
+        *((ModelConfig, "d_model", "128", "an integer"), (ModelConfig, "mlp", ["gelu"] * 4, "comma-separated")),
+        *((OptimConfig, "rotation", "haar", "RotationConfig"), (Config, "model", OptimConfig(), "ModelConfig")),
+    ]:
         text = "\n".join(refusal(lambda c=cls, f=field, v=value: c(**{f: v})))
         assert f"{field}=" in text
         assert word in text
@@ -256,15 +268,13 @@ def test_any_text_read_or_refused_in_three_lines(path, text):
 
 BROKEN = [
     (lambda v: v.pop("optim"), ["config", "missing: optim"]),
-    (lambda v: v["model"].pop("d_model"), ["config.model", "missing: d_model"]),
     (lambda v: v["model"].update(width=3), ["config.model", "unknown: width"]),
     (lambda v: v["optim"]["rotation"].update(x=3), ["config.optim.rotation", "unknown: x"]),
     (lambda v: v["model"].update(d_model="128"), ["config.model.d_model='128'", "an integer"]),
     (lambda v: v["model"].update(normalizer="softmax2"), ["softmax2"]),
     (lambda v: v["model"].update(d_model=130), ["130", "multiple"]),
     (lambda v: v["optim"].update(learning_rate=math.nan), ["nan"]),
-    (lambda v: v.update(model=[1, 2]), ["config.model"]),
-    (lambda v: v.update(model=None), ["config.model"]),
+    *((lambda v, model=model: v.update(model=model), ["config.model"]) for model in ([1, 2], None, {})),
 ]
 
 
@@ -276,6 +286,51 @@ def test_foreign_or_corrupt_json_is_refused():
         assert all(word in text for word in words), text
     for text in ("", "{", "[]", "3", "null", '"x"', to_json(Config())[:-5], "\x00\x01"):
         refusal(from_json, Config, text)
+
+
+# config.json of 0.1.0, of a run with its defaults.
+OF_0_1_0 = """
+{"model": {"vocab_size": 2048, "max_length": 1024, "d_model": 128, "num_layers": 4, "num_heads": 4,
+"num_kv_heads": null, "d_head": null, "d_mlp": 512, "position": "learned", "rope_theta": 10000.0,
+"rope_local_theta": null, "rotary_layers": true, "rope": null, "norm": "rmsnorm_single", "attention_norm": true,
+"mlp_norm": true, "block": "pre_norm", "qk_norm": "none", "norm_eps": 1e-05, "gated_norm_rank": 0, "use_bias": false,
+"normalizer": "softmax1", "normalizer_n": 1.0, "logits_width": null, "attention_soft_cap": null,
+"final_soft_cap": null, "attention_implementation": "auto", "attention_window": null, "latent": null, "mlp": "gelu",
+"experts": null, "attention": true, "gated_attention": false, "tie_embeddings": true, "scale_embeddings": false,
+"embedding_projection": false, "fixed_rotation": false, "attention_mask": "causal", "relaxed_causal_tokens": 0,
+"embedding_init_std": 0.02, "init_std": 0.02, "sink_init": 0.0, "kernel_init": "normal", "scan_layers": true,
+"unroll_layers": "auto", "remat": false, "dtype": "float32", "residual_dtype": "float32"}, "optim": {"optimizer":
+"orthoadam", "rotated": false, "learning_rate": 0.001, "warmup_steps": 100, "final_learning_rate_fraction": 0.1,
+"b1": 0.9, "b2": 0.999, "eps": 1e-08, "momentum": 0.0, "muon_embeddings": null, "weight_decay": 0.0, "clip_norm": 1.0,
+"rotation": {"kind": "hadamard", "axes": "d_model", "embeddings": true, "scope": "layer", "seed": null},
+"sink_anneal_steps": 0}, "data": {"kind": "embedded", "paths": [], "tokenizer": "bpe:2048", "sequence_length": 64,
+"bos": false, "objective": "next_token", "seed": 0, "repeated_share": 0.0, "trigger_count": 3, "rule": "backcopy",
+"other_rule": "markov", "other_rule_probability": 0.0, "bos_tokens": 1, "delimiter": false, "verify": false},
+"train": {"steps": 1000, "batch_size": 16, "accumulation_steps": 1, "logits_dtype": "auto", "steps_per_dispatch": null,
+"activation_penalty": 0.0, "seed": 0, "init_from": "", "allow_normalizer_change": false, "log_every_steps": 20,
+"probe_every_steps": 100, "probe_steps": [], "probe": "", "probe_sequences": 8, "tensorboard": false, "wandb": false,
+"eval_every_steps": 100, "checkpoint_every_steps": 100, "keep_checkpoints": 2, "keep_every_steps": 0},
+"eval": {"sequences": 256, "batch_size": 32}, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}"""
+GONE = {"model": {"attention_norm": False, "mlp_norm": [True, False], "gated_norm_rank": 4},
+        "optim": {"sink_anneal_steps": 9}}  # fmt: skip
+
+
+def test_files_of_0_1_0_are_read_unless_they_need_what_is_gone():
+    assert from_json(Config, OF_0_1_0) == Config()
+    for group, name, value in ((group, *item) for group, fields in GONE.items() for item in fields.items()):
+        values = json.loads(OF_0_1_0)
+        values[group][name] = value
+        problem = refusal(from_json, Config, json.dumps(values))[0]
+        assert problem == f"config.{group}.{name}={value!r}: the field was removed after 0.1.0"
+
+
+def test_a_field_that_a_file_lacks_has_its_default():
+    config = replace(Config(), {"model.num_layers": 3, "model.rope.factor": 2.0, "data.bos": True})
+    values = dataclasses.asdict(config)
+    for group, name in (("model", "normalizer"), ("model", "latent"), ("optim", "rotation"), ("data", "verify")):
+        del values[group][name]
+    del values["model"]["rope"]["scaling"]
+    assert from_json(Config, json.dumps(values)) == config
 
 
 def test_rotation_has_seed_of_run_or_its_own():
@@ -317,14 +372,6 @@ def test_every_field_says_what_it_affects():
     assert "remat" in fields_affecting(ModelConfig, "computation", "nothing")
 
 
-def test_gates_are_switches_or_named():
-    for text, value in {"true": True, "false": False, "elementwise": "elementwise", "value": "value"}.items():
-        config = replace(Config(), {"model.gated_attention": text})
-        assert config.model.gated_attention == value
-        assert from_json(Config, to_json(config)) == config
-    assert "true | false, or elementwise | value" in refusal(replace, Config(), {"model.gated_attention": "head"})[1]
-
-
 def test_optional_groups_take_overrides_and_go_through_json():
     config = replace(Config(), {"model.rope.scaling": "linear", "model.rope.factor": "2", "model.latent.d_rotary": 8})
     assert config.model.rope == RopeConfig(scaling="linear", factor=2.0)
@@ -332,5 +379,3 @@ def test_optional_groups_take_overrides_and_go_through_json():
     changes = changed_fields(Config(), config)
     assert replace(Config(), changes) == config
     assert replace(config, dict.fromkeys(changes)) == Config()
-    for path, value in (("model.rope.fctor", 2.0), ("model.rope.factor", 0.5), ("model.mlp", "experts")):
-        assert "model." in refusal(replace, Config(), {path: value})[0]

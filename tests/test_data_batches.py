@@ -69,17 +69,7 @@ def test_rows_begin_with_bos_or_share_a_token():
     assert (batch[:, 0] == 999).all()
     np.testing.assert_array_equal(batch[:, 1:], batch[:, 1:2] + np.arange(T))
     assert (batches(bos_id=0).spread_rows(3)[:, 0] == 0).all()  # 0 is an id
-
-
-def test_too_few_tokens_are_refused():
-    for bos_id, needed in ((None, B * T + 1), (0, B * T)):
-        assert batches(tokens=np.arange(needed), bos_id=bos_id).n_rows == B
-        with pytest.raises(UserError, match=f"{needed - 1} tokens(.|\n)*{needed}"):
-            batches(tokens=np.arange(needed - 1), bos_id=bos_id)
-    with pytest.raises(UserError, match="at most 12 rows"):
-        batches().spread_rows(ROWS + 1)
-    with pytest.raises(UserError, match="too few"):
-        batches(tokens=np.arange(0))
+    assert batches(tokens=np.arange(B * T + 1)).n_rows == batches(tokens=np.arange(B * T), bos_id=0).n_rows == B
 
 
 def test_processes_read_their_rows_of_the_batch():
@@ -89,8 +79,6 @@ def test_processes_read_their_rows_of_the_batch():
             parts = [source.rows(step, start, start + share) for start in range(0, 8, share)]
             np.testing.assert_array_equal(np.concatenate(parts), source(step))
     assert source.rows(0, 3, 3).shape == (0, T + 1)
-    with pytest.raises(IndexError, match="rows 4:9 of a batch of 8"):
-        source.rows(0, 4, 9)
 
 
 # From a config to tokens.
@@ -197,17 +185,3 @@ def test_token_files_are_opened_in_pairs(config, tmp_path):
         open_dataset(mixed, tmp_path)
     shutil.copy(other / "tokenizer.json", folder)  # another one is not taken for theirs
     assert open_dataset(tokens, tmp_path).tokenizer_path is None
-
-
-def test_wrong_configs_are_refused(config, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match="file"):
-        open_dataset(config, tmp_path / "file")
-    with pytest.raises(ValueError, match="bigram_backcopy"):
-        open_dataset(DataConfig(kind="bigram_backcopy"), tmp_path)
-    with pytest.raises(UserError, match="needs more text"):
-        open_dataset(dataclasses.replace(config, tokenizer="bpe:5000"), tmp_path / "cache")
-    path = open_dataset(config, tmp_path / "cache").tokenizer_path.parent / "train.bin"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"train\.bin"):
-        open_dataset(config, tmp_path / "cache")

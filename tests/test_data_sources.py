@@ -5,9 +5,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import os
-import struct
-import subprocess
 import sys
 
 import fsspec
@@ -42,14 +39,6 @@ def as_arrow(texts):
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table, max_chunksize=7)
     return sink.getvalue().to_pybytes()
-
-
-def misleading_arrow(*offsets):
-    """A file whose texts lie at these bytes."""
-    there, given = (struct.pack("<4q", *each) for each in ((0, 5, 12, 17), offsets))
-    content = as_arrow(["hello", "world!!", "third"])
-    assert content.count(there) == 1
-    return content.replace(there, given)
 
 
 # Suffix -> the content of a file with these texts.
@@ -94,62 +83,10 @@ def test_documents_have_names_of_their_own(tmp_path):
     content = b'\xef\xbb\xbf{"text": "one\xe2\x80\xa8line"}\n\n{"text": "", "id": 3}\n{"text": "four"}'
     (tmp_path / "c.jsonl").write_bytes(content)
     (tmp_path / "e.txt").touch()
-    assert list(text_corpus([tmp_path]).documents()) == [
-        ("a.txt", "grüße\r\n"),
-        ("b.py.gz", "x = 1\n"),
-        ("c.jsonl:1", "one\u2028line"),
-        ("c.jsonl:4", "four"),
-    ]
+    expected = [("a.txt", "grüße\r\n"), ("b.py.gz", "x = 1\n"), ("c.jsonl:1", "one\u2028line"), ("c.jsonl:4", "four")]
+    assert list(text_corpus([tmp_path]).documents()) == expected
     (tmp_path / "f.txt.zst").write_bytes(zstd(b"two\n\nlines\n"))
     assert list(text_corpus([tmp_path / "f.txt.zst"]).documents()) == [("f.txt.zst", "two\n\nlines\n")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"plain\xff", "UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "line 2"),
-        ("a.jsonl", b'\n{"content": "x"}', "line 2"),
-        ("a.jsonl", b'{"text": 3}', "line 1"),
-        ("a.jsonl", b'["text"]', "line 1"),
-        ("a.jsonl", b"\n" + b"[" * 100_000, "line 2"),
-        ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "line 1"),
-        ("a.jsonl", b'{"text": "ab\\ud800"}', "line 1"),
-        ("a.txt.gz", b"plain", "gzip"),
-        ("a.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], "gzip"),
-        ("a.parquet", as_parquet(TEXTS)[:200], "a.parquet"),
-        ("a.parquet", as_parquet(TEXTS, "body"), "a.parquet"),
-        ("a.arrow", as_arrow(TEXTS)[:-300], "a.arrow"),
-        ("a.arrow", misleading_arrow(0, 5, 12, 2**50), "out of bounds"),  # which would end the process
-        ("a.arrow", misleading_arrow(0, 12, 5, 17), "non-monotonic"),
-        ("a.arrow", misleading_arrow(-(2**50), 5, 12, 17), "negative"),
-        ("a.arrow", as_arrow(["größer"]).replace("ö".encode(), b"\xf6\xf6"), "UTF8"),
-        ("a.jsonl.bz2", bz2.compress(b'{"body": "x"}\n'), "body"),
-        ("a.jsonl.xz", lzma.compress(b'{"text": 3}\n'), "text"),
-        ("a.txt.xz", b"plain", "a.txt.xz"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message) as error:
-        texts_of(text_corpus([tmp_path / name]))
-    assert name in str(error.value)
-    assert str(error.value).count("\n") <= 2
-
-
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (["memory://nothing/*.txt"], "matches no files"),
-        (["memory://nowhere/a.parquet"], "memory://nowhere"),
-        (["nosuch://data"], "nosuch"),
-        (["a.txt", "memory://data/a.parquet"], "mixed"),
-    ],
-)
-def test_wrong_addresses_are_refused(paths, message):
-    with pytest.raises(UserError, match=message):
-        text_corpus(paths)
 
 
 def test_a_changed_remote_file_is_another_source():
@@ -162,12 +99,12 @@ def test_a_changed_remote_file_is_another_source():
 
 
 @pytest.mark.parametrize("path", ["a.parquet", "hf://datasets/someone/something/*.parquet"])
-def test_a_missing_extra_is_named(tmp_path, path):
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
-    code = "import sys\nsys.modules['datasets'] = None\nfrom orthojax.data import text_corpus\n"
-    code += f"next(text_corpus([{path!r}]).documents())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "pip install 'orthojax[datasets]'" in done.stderr
+    with pytest.raises(UserError, match=r"pip install 'orthojax\[datasets\]'"):
+        next(text_corpus([path]).documents())
 
 
 # Files.
@@ -182,21 +119,6 @@ def test_folders_and_patterns_are_expanded_in_order(tmp_path):
     assert [name for name, _ in find_files([tmp_path / "**/*.txt"])] == ["2.txt", "3.txt", "c1.txt", "c2.txt"]
     (tmp_path / "b/t.arrow").write_bytes(as_arrow(["x"]))  # then the others describe the data set
     assert [name for name, _ in find_files([tmp_path / "b"])] == ["t.arrow"]
-
-
-def test_missing_files_are_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    os.mkfifo(tmp_path / "pipe.txt")  # reading would wait for ever
-    for paths, message in (
-        ([tmp_path / "empty"], "empty"),
-        ([tmp_path / "d*.txt"], r"d\*\.txt"),
-        ([tmp_path / "missing.txt"], r"missing\.txt"),
-        ([tmp_path / "pipe.txt"], "pipe"),
-        ([tmp_path / ("long" * 999)], "long"),
-        ([], "no text files"),
-    ):
-        with pytest.raises(UserError, match=message):
-            find_files(paths)
 
 
 def test_sha256_is_that_of_a_checksum_listing(tmp_path):
@@ -225,8 +147,6 @@ def test_embedded_corpus_keeps_the_library_only(tmp_path):
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere.py")
     assert list(embedded_corpus(tmp_path).documents()) == sorted(kept.items())
-    with pytest.raises(UserError, match="standard library"):
-        embedded_corpus(tmp_path / "config-3.11-x86/nothing")
 
 
 def test_embedded_corpus_of_this_python():

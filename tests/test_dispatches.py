@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import TINY, assert_trees_close, bits, inputs, lines, rows
+from tiny_run import TINY, Stop, assert_trees_close, bits, inputs, lines, rows, stop_at
 
 from orthojax.config import replace
 from orthojax.errors import Interrupted, UserError
@@ -139,18 +139,6 @@ def test_nor_if_they_draw_from_a_task(tmp_path):
 
 
 # What happens within a dispatch.
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_at(step):
-    def on_step(done, loss):
-        if done == step:
-            raise Stop
-
-    return on_step
 
 
 def test_a_run_resumes_with_another_number(one_by_one, tmp_path):

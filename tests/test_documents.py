@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import textwrap
+import types
 from pathlib import Path
 
 import flax.linen as nn
@@ -20,7 +21,9 @@ from tiny_run import drawn_params
 
 import orthojax
 from orthojax.commands import COMMANDS
-from orthojax.config import Config, field_paths, replace
+from orthojax.config import Config, field_paths, fields_affecting, flatten, replace
+from orthojax.experiments import base
+from orthojax.experiments.catalog import find
 from orthojax.model import parameter_count
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +108,7 @@ def test_the_norm_of_the_guide_is_that_of_the_model():
 
 
 def test_guide_shards_the_state_over_the_data_axis():
-    code = the_block("zero1", "optimizer.md")
+    code, placing = the_block("zero1", "optimizer.md"), the_block("nnx_optimizer", "optimizer.md")
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params = {"kernel": jnp.ones((8, 16))}
     shardings = {"kernel": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))}
@@ -114,6 +117,9 @@ def test_guide_shards_the_state_over_the_data_axis():
     exec(code, names)
     state = jax.jit(names["optimizer"].init, out_shardings=names["state_shardings"])(params)
     assert state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
+    names |= {"jax": jax, "nnx_optimizer": types.SimpleNamespace(opt_state=names["optimizer"].init(params))}
+    exec(placing, names)
+    assert names["nnx_optimizer"].opt_state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
 
 
 @pytest.mark.parametrize("text", [README, GUIDES["attention.md"]], ids=["README", "guide"])
@@ -197,7 +203,7 @@ def test_config_of_the_guide_is_the_cured_model():
 
 def test_every_block_of_python_is_tested():
     tested = {
-        "optimizer.md": 4,
+        "optimizer.md": 5,
         "frameworks.md": len(FRAMEWORKS),
         "attention.md": 3,
         "model.md": 1,
@@ -324,6 +330,14 @@ def test_numbers_of_the_readme_are_those_of_the_results():
         (line,) = [line for line in output.splitlines() if words in line]
         expected = [means("quick", variant)[metric] for variant in ("vanilla", "cured")]
         assert numbers_in(line.partition("vanilla")[2]) == pytest.approx(expected, rel=5e-3), line
+    rows = json.loads((ROOT / "results/quick/results.json").read_text())["rows"]
+    by_seed = {(row["variant"], row["seed"]): row["metrics"].get("perplexity") for row in rows}
+    pairs = {seed: (by_seed["vanilla", seed], by_seed["cured", seed]) for seed in (20, 21, 22, 23, 24)}
+    changes = [cured / vanilla - 1 for vanilla, cured in pairs.values()]
+    assert f"by {min(changes):.0%} to +{max(changes):.0%}, in the first from {pairs[20][0]:.1f} to" in README
+    assert find("quick").seeds == (20,)
+    w4a4 = [means("small/long_pair", variant)["lost_w4a4"] for variant in ("vanilla", "cured")]
+    assert "{:.0%} of\n  perplexity lost, and {:.0%}".format(*w4a4) in README
     card = json.loads((ROOT / "results/atlas/smollm2.json").read_text())
     values = {of["name"]: of["value"] for of in card["metrics"]}
     assert f"{values['first_attention_fraction']:.0%} of queries" in README
@@ -338,6 +352,38 @@ def test_numbers_of_the_recipes_are_those_of_the_results():
         found = means("preventions_sinks" if name.endswith("_sinks") else "preventions", name)
         shown = [number for cell in cells for number in numbers_in(cell)]
         assert shown == pytest.approx([found[metric] for metric in metrics], rel=5e-3), name
+
+
+def assert_is_the_run(config: Config, run: str):
+    """Compares with the row of a study, [SCALE/]STUDY/VARIANT, in every field that affects a result."""
+    *scale, study, variant = run.split("/")
+    measured = find(study).runs_at(*scale or ["tiny"])[variant]
+    here, there = (flatten(c) | {"optim.momentum": c.optim.momentum_or_default} for c in (config, measured))
+    names = fields_affecting(Config, "numbers", "start", "computation")
+    differences = {name: (here[name], there[name]) for name in names if here[name] != there[name]}
+    assert not differences, f"(here, in {run}): {differences}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_configs_are_the_runs_that_they_reproduce(path):
+    run = re.search(r"^Reproduces: ([\w/]+)", path.read_text(), re.MULTILINE)
+    assert run
+    assert_is_the_run(base.config(path.stem), run[1])
+
+
+def test_commands_that_claim_a_measured_run_are_that_run():
+    """`<!-- run: STUDY/VARIANT ... -->` stands above them; in the documents with results above every one."""
+    checked = dict.fromkeys((page.name for page in PAGES), 0)
+    for page in PAGES:
+        for claimed, block in re.findall(r"<!-- run: (.+?) -->\n+```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            commands = [words for words in commands_of(f"```sh\n{block}```") if words[0] == "train"]
+            for run, (_, name, *flags_given) in zip(claimed.split(), commands, strict=True):
+                overrides = [flag.removeprefix("--config.") for flag in flags_given if flag.startswith("--config.")]
+                changes = dict(override.split("=") for override in overrides)
+                assert_is_the_run(replace(base.config(name.removeprefix("--config=")), changes), run)
+                checked[page.name] += 1
+    assert checked["which_recipe.md"] == GUIDES["which_recipe.md"].count("orthojax train") == 2
+    assert checked["README.md"] == README.count("orthojax train") == 0
 
 
 def anchors_of(path: Path) -> set[str]:
@@ -359,7 +405,8 @@ def test_links_lead_to_files_and_headings(page):
 
 def test_the_version_is_the_same_everywhere():
     assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == orthojax.__version__
-    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == orthojax.__version__
+    released = re.search(r"^## (\S+) \(\d", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)  # the newest with a date
+    assert released[1] == orthojax.__version__
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)

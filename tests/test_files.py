@@ -2,19 +2,23 @@
 
 import errno
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from orthojax import files
 from orthojax.errors import UserError, as_user_error
+from orthojax.places import find_checkpoint, find_place
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b"[1]", b"null",
+        b"", b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b"[1]", b"null", b"3", bytes(100),
+        '{"é": 1}'.encode("latin-1"), '{"a": 1}'.encode("utf-16"), b'\xef\xbb\xbf{"a": 1}',
     ],
-    ids=["empty", "cut", "encoding", "integer", "nested", "list", "null"],
+    ids="empty cut encoding integer nested list null number zeros latin-1 utf-16 marked".split(),
 )  # fmt: skip
 def test_damaged_json_names_the_file(tmp_path, content):
     path = tmp_path / "report.json"
@@ -29,6 +33,37 @@ def test_json_object_is_written_and_read(tmp_path):
     files.write_text(path, '{"a": [1, 2.5, "\u00e9"]}')
     assert files.read_json(path, "report") == {"a": [1, 2.5, "\u00e9"]}
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket", "hf://datasets/x", "file:///x", "memory://x"])
+def test_addresses_are_no_paths(tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "C").mkdir()
+    for refuse in (
+        lambda path: files.make_folder(path, "workdir"),
+        lambda path: files.require_file(path, "token file"),
+        lambda path: files.read_json(path, "config"),
+        find_place,
+        find_checkpoint,
+    ):
+        with pytest.raises(UserError, match=re.escape(address.replace(":///", "://")) + " is an address"):
+            refuse(Path(address))
+    for path in ("a:b", "C:/x", "a/b://c", "C"):
+        files.require_local(path, "workdir")
+    assert [path.name for path in tmp_path.iterdir()] == ["C"]
+
+
+def test_files_with_a_digest_are_read_until_they_are_changed(tmp_path):
+    path = tmp_path / "computed.json"
+    path.with_suffix(".npz").write_bytes(b"arrays")
+    files.write_with_digest(path, {"rows": [{"metrics": {"x": 0.1}, "axes": (1, 2)}]})
+    content = path.read_bytes()
+    assert files.read_with_digest(path, "rows") == {"rows": [{"metrics": {"x": 0.1}, "axes": [1, 2]}]}
+    for changed, new in ((path, content.replace(b"0.1", b"0.2")), (path.with_suffix(".npz"), b"others")):
+        path.write_bytes(content)
+        changed.write_bytes(new)
+        with pytest.raises(UserError, match=r"computed\.json or its arrays were changed"):
+            files.read_with_digest(path, "rows")
 
 
 def test_only_regular_files_are_read(tmp_path):

@@ -48,7 +48,42 @@ def cached(config, params, tokens, cache, given=None):
     return jnp.concatenate([first, second, jnp.moveaxis(others[:, :, 0], 0, 1)], 1), cache
 
 
-def assert_cached_equals_uncached(config):
+UNROLLED = {"scan_layers": False}
+CASES = {
+    "softmax": {"position": "learned"},
+    "softmax1": {"position": "rotary", "num_kv_heads": 2, "relaxed_causal_tokens": 4, "qk_norm": "head"},
+    "softmax_n": {"position": "rotary", "rope": RopeConfig(0.5), "num_kv_heads": 1, "block": "parallel", **UNROLLED},
+    "learned_sink": {"position": "none", "block": "output_norm", "gated_attention": True, **UNROLLED},
+    "relu": {"position": "rotary", "rope": RopeConfig(scaling="llama3", factor=2.0, original_length=8),
+             "embedding_projection": True},
+    "gelu": {"position": "learned", "attention_window": 3, "attention_implementation": "xla_chunked"},
+    "sigmoid": {"position": "learned", "attention": (False, True), "mlp": ("gelu", "none"), **UNROLLED},
+    "softpick": {"position": "rotary", "attention_window": 4, "relaxed_causal_tokens": 3, "qk_norm": "all",
+                 "use_bias": True},
+}  # fmt: skip
+CONFIGS = {name: ModelConfig(**SMALL | EASY | case, normalizer=name) for name, case in CASES.items()}
+for position in ("rotary", "learned"):
+    CONFIGS[f"gated channels, {position}"] = ModelConfig(
+        **SMALL | EASY, position=position, gated_attention="elementwise")  # fmt: skip
+WINDOWS = llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, normalizer="learned_sink", attention_window=(3, None))
+CONFIGS |= {
+    "windows by layer": WINDOWS,
+    "windows by layer, soft caps": dataclasses.replace(
+        WINDOWS, block="sandwich_norm", qk_norm="head", rope_local_theta=30.0, attention_soft_cap=1.5,
+        final_soft_cap=3.0, scale_embeddings=True),
+    "rotary layers": llama2("tiny", **SMALL | UNROLLED, rotary_layers=(False, True), rope=RopeConfig(
+        1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))),
+    "latent attention": llama2(
+        "tiny", **SMALL | UNROLLED, d_head=6, mlp=("swiglu", "experts"), rope_theta=100.0,
+        latent=LatentConfig(5, 7, 2, 3), experts=ExpertsConfig(4, num_shared=1, d_expert=5),
+        rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, high_frequency_factor=32.0, mscale=0.7,
+                        mscale_all=0.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, ("softmax", "gelu")))
+def test_cached_logits_equal_uncached(name):
+    config = CONFIGS[name]
     params = stacked_params(config)
     expected = uncached(config, params, TOKENS)
     logits, cache = cached(config, params, TOKENS, init_cache(config, len(TOKENS), 14))
@@ -57,47 +92,6 @@ def assert_cached_equals_uncached(config):
     assert cache.length == T
     assert cache.keys.shape == (config.num_layers, len(TOKENS), 14, config.kv_heads, config.head_dim)
     assert cache.values.shape == (*cache.keys.shape[:-1], config.value_dim)
-
-
-UNROLLED = {"scan_layers": False}
-CASES = {
-    "softmax": {"position": "learned"},
-    "softmax1": {"position": "rotary", "num_kv_heads": 2, "relaxed_causal_tokens": 4, "qk_norm": "head"},
-    "softmax_n": {"position": "rotary", "rope": RopeConfig(0.5), "num_kv_heads": 1, "block": "parallel", **UNROLLED},
-    "learned_sink": {"position": "none", "block": "output_norm", "gated_attention": True, **UNROLLED},
-    "relu": {
-        "position": "rotary",
-        "rope": RopeConfig(scaling="llama3", factor=2.0, original_length=8),
-        "embedding_projection": True,
-        "gated_norm_rank": 3,
-    },
-    "gelu": {"position": "learned", "attention_window": 3, "attention_implementation": "xla_chunked"},
-    "sigmoid": {"position": "learned", "attention": (False, True), "mlp": ("gelu", "none"), **UNROLLED},
-    "clipped_softmax": {"position": "rotary", "attention_window": 4, "relaxed_causal_tokens": 3, "qk_norm": "all"},
-    "softpick": {"position": "rotary", "num_kv_heads": 2, "gated_attention": "value", "use_bias": True},
-}
-
-
-@pytest.mark.parametrize("normalizer", quick_and_slow(CASES, ("softmax", "gelu")))
-def test_cached_logits_equal_uncached(normalizer):
-    assert_cached_equals_uncached(ModelConfig(**SMALL | EASY | CASES[normalizer], normalizer=normalizer))
-
-
-@pytest.mark.parametrize("position", ["rotary", "learned"])
-def test_cached_logits_of_gated_channels_equal_uncached(position):
-    assert_cached_equals_uncached(ModelConfig(**SMALL | EASY, position=position, gated_attention="elementwise"))
-
-
-def test_cached_logits_of_windows_by_layer_equal_uncached():
-    config = llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, normalizer="learned_sink", attention_window=(3, None))
-    assert_cached_equals_uncached(config)
-    more = {"block": "sandwich_norm", "qk_norm": "head", "rope_local_theta": 30.0, "attention_soft_cap": 1.5}
-    assert_cached_equals_uncached(dataclasses.replace(config, **more, final_soft_cap=3.0, scale_embeddings=True))
-
-
-def test_cached_logits_of_rotary_layers_equal_uncached():
-    rope = RopeConfig(1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
-    assert_cached_equals_uncached(llama2("tiny", **SMALL | UNROLLED, rotary_layers=(False, True), rope=rope))
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -111,14 +105,6 @@ def test_keys_of_a_cache_are_rotated_for_the_length_so_far(scaling):
         expected = uncached(config, params, TOKENS[:, :length])[:, -1]
         np.testing.assert_allclose(logits[:, length - 1], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert np.abs(logits[:, 7] - uncached(config, params, TOKENS)[:, 7]).max() > 1e-3
-
-
-def test_cached_logits_of_latent_attention_equal_uncached():
-    rope = RopeConfig(scaling="yarn", factor=4.0, original_length=8, high_frequency_factor=32.0, mscale=0.7,
-                      mscale_all=0.5)  # fmt: skip
-    parts = {"latent": LatentConfig(5, 7, 2, 3), "experts": ExpertsConfig(4, num_shared=1, d_expert=5), "rope": rope}
-    layers = {"d_head": 6, "mlp": ("swiglu", "experts"), "rope_theta": 100.0}
-    assert_cached_equals_uncached(llama2("tiny", **SMALL | UNROLLED | layers | parts))
 
 
 def test_a_cache_refuses_interventions_by_position():

@@ -1,7 +1,9 @@
 """GGUF files: read exactly, and refused by name if damaged or not understood."""
 
+import dataclasses
 import io
 import json
+import math
 import re
 import struct
 
@@ -9,9 +11,11 @@ import jax
 import numpy as np
 import pytest
 from model_oracle import random_params
+from refusals import assert_refused, refused
+from test_pretrained_import import KINDS
 
 import orthojax
-from orthojax.config import ExpertsConfig, RopeConfig
+from orthojax.config import RopeConfig
 from orthojax.data.chat import chat_template, render_chat
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
@@ -97,23 +101,40 @@ def expert_tensors(layer, config, mlp):
     return found
 
 
-def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED, **metadata):
-    """Writes a file; metadata has further keys with __ for dots, and norm_eps=None for none."""
+def metadata_of(config):
+    """Returns the metadata of an architecture that are not those of every model."""
+    windows, rope = np.atleast_1d(config.attention_window or 0).tolist(), config.rope or RopeConfig()
+    found = {"key_length": config.d_head, "value_length": config.d_head, "sliding_window": max(w or 0 for w in windows)}
+    found = {f"attention.{name}": value for name, value in found.items()}
+    found |= {"attn_logit_softcapping": config.attention_soft_cap, "final_logit_softcapping": config.final_soft_cap}
+    if config.has_experts:
+        experts = config.experts
+        found |= {"expert_count": experts.num_experts, "expert_used_count": experts.per_token}
+        found["expert_feed_forward_length"] = experts.d_expert
+    if rope.scaling in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
+    if rope.scaling == "longrope":
+        ratio = math.log(rope.factor) / math.log(rope.original_length)
+        found["rope.scaling.attn_factor"] = math.sqrt(1.0 + rope.mscale * ratio)
+    if rope.scaling in ("longrope", "yarn"):
+        found["rope.scaling.original_context_length"] = rope.original_length
+    return {name: value for name, value in found.items() if value}
+
+
+def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED, **more):
+    """Writes a file; `more` are further metadata, with __ for dots, and None for what the file does not have."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_length)
-    writer.add_embedding_length(config.d_model)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.d_mlp)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.kv_heads)
-    if metadata.pop("norm_eps", config.norm_eps) is not None:
-        writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_rope_dimension_count(config.head_dim)
-    for name, value in metadata.items():
+    metadata = {
+        "context_length": config.max_length, "embedding_length": config.d_model, "block_count": config.num_layers,
+        "feed_forward_length": config.d_mlp, "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.kv_heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": config.rope_theta, "rope.dimension_count": config.rotary_channels, **metadata_of(config),
+    }  # fmt: skip
+    metadata = {f"{architecture}.{name}": value for name, value in metadata.items()}
+    for name, value in (metadata | {name.replace("__", "."): value for name, value in more.items()}).items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-        add = add[type(value)]
-        add(name.replace("__", "."), value)
+        if value is not None:
+            add[type(value)](name, value)
     expected = {}
     for name, tensor in tensors.items():
         kind = quantized.get(name.split(".")[-2], TYPES.F32)
@@ -148,73 +169,39 @@ def test_a_gguf_file_is_read_exactly(gguf_file):
     assert orthojax.load(path).tokenizer is None  # the file has none
 
 
-GROUPED = SMALL | {"num_kv_heads": 2, "norm_eps": 1e-6}
-GEMMA = GROUPED | {"tie_embeddings": True, "mlp": "geglu", "scale_embeddings": True}
-FACTORS = {"rope_factors_long.weight": [2, 3, 4, 5], "rope_factors_short.weight": [1, 1.1, 1.2, 1.3]}
+# llama.cpp's name of an architecture: a kind of folder, its changes here, and metadata beside those of every model.
 ARCHITECTURES = {
-    "qwen2": (llama2("tiny", **GROUPED, use_bias="qkv", tie_embeddings=True), {}),
-    "qwen3": (llama2("tiny", **GROUPED, qk_norm="head", d_head=16),
-              {"attention__key_length": 16, "attention__value_length": 16}),
-    "olmo2": (llama2("tiny", **GROUPED, qk_norm="all", block="output_norm"), {}),
-    "gemma": (llama2("tiny", **GEMMA), {}),
-    "gemma2": (
-        llama2("tiny", **GEMMA, d_head=16, block="sandwich_norm", attention_soft_cap=50.0, final_soft_cap=30.0,
-               attention_window=(4, None), scan_layers=False),
-        {"attention__key_length": 16, "attention__value_length": 16, "attn_logit_softcapping": 50.0,
-         "final_logit_softcapping": 30.0, "attention__sliding_window": 4},
-    ),
-    "gemma3": (
-        llama2("tiny", **GEMMA | {"num_layers": 3}, qk_norm="head", block="sandwich_norm", rope_local_theta=10_000.0,
-               rope_theta=1e6, attention_window=(4, 4, None), scan_layers=False,
-               rope=RopeConfig(scaling="linear", factor=8.0)),
-        {"attention__sliding_window": 4, "attention__sliding_window_pattern": 3, "rope__scaling__type": "linear",
-         "rope__scaling__factor": 8.0},
-    ),
-    "qwen3moe": (
-        llama2("tiny", **GROUPED, qk_norm="head", mlp="experts",
-               experts=ExpertsConfig(num_experts=3, per_token=2, d_expert=16, normalize=True)),
-        {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 16},
-    ),
-    "olmoe": (
-        llama2("tiny", **GROUPED, qk_norm="all", mlp="experts", experts=ExpertsConfig(num_experts=3, per_token=2)),
-        {"expert_count": 3, "expert_used_count": 2},
-    ),
-    "llama of experts": (
-        llama2("tiny", **GROUPED, mlp="experts", experts=ExpertsConfig(num_experts=3, per_token=2, normalize=True)),
-        {"expert_count": 3, "expert_used_count": 2},
-    ),
-    "llama with a window": (llama2("tiny", **GROUPED, attention_window=4), {"attention__sliding_window": 4}),
-    "phi3": (
-        llama2("tiny", **GROUPED | {"max_length": 64}, attention_window=5,
-               rope=RopeConfig(scaling="longrope", factor=4.0, original_length=16, short_factors=(1.0, 1.1, 1.2, 1.3),
-                               long_factors=(2.0, 3.0, 4.0, 5.0), mscale=2.5)),
-        {"attention__sliding_window": 5, "rope__scaling__original_context_length": 16,
-         "rope__scaling__attn_factor": 1.5},  # sqrt(1 + mscale ln(4) / ln(16))
-    ),
-    "smollm3": (
-        llama2("tiny", **GROUPED | {"num_layers": 4}, rotary_layers=(True, True, True, False), scan_layers=False), {}
-    ),
-    "gpt-oss": (
-        llama2("tiny", **GROUPED, use_bias="attention", normalizer="learned_sink", mlp="experts",
-               experts=ExpertsConfig(num_experts=3, per_token=2, normalize=True, mlp="swiglu_clamped", use_bias=True),
-               attention_window=(4, None), scan_layers=False,
-               rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, low_frequency_factor=1.0,
-                               high_frequency_factor=32.0, truncate=False)),
-        {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 32,
-         "attention__sliding_window": 4, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
-         "rope__scaling__original_context_length": 8},
-    ),
+    "qwen2": ("qwen2 with windows", {"tie_embeddings": True}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "gemma": ("gemma", {"tie_embeddings": True}, {}),
+    "gemma2": ("gemma 2", {"logits_width": None, "d_head": 6}, {}),
+    "gemma3": ("gemma 3", {"num_layers": 3, "attention_window": (4, 4, None), "rope_local_theta": 10_000.0},
+               {"gemma3__attention__sliding_window_pattern": 3}),
+    "qwen3moe": ("qwen3 moe", {"mlp": "experts", "use_bias": False}, {}),
+    "olmoe": ("olmoe", {}, {}),
+    "llama of experts": ("mixtral", {}, {}),
+    "llama with a window": ("llama", {"attention_window": 4}, {}),
+    "phi3": ("phi3", {}, {}),
+    "smollm3": ("smollm3", {"num_layers": 4, "rotary_layers": (True, True, True, False)}, {}),
+    "gpt-oss": ("gpt-oss", {}, {"gpt-oss__expert_feed_forward_length": 64}),
 }  # fmt: skip
+
+
+def kind_of(name):
+    """Returns the config of an architecture, its name in llama.cpp, and further metadata."""
+    kind, changes, metadata = ARCHITECTURES[name]
+    return dataclasses.replace(KINDS[kind][0], **changes), name.partition(" ")[0], metadata
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures_are_read_bit_for_bit(name, tmp_path):
-    (config, metadata), architecture = ARCHITECTURES[name], name.partition(" ")[0]
+    config, architecture, metadata = kind_of(name)
     params, path = random_params(config), tmp_path / "model.gguf"
     tensors = gguf_tensors(config, params, architecture)
     if architecture == "phi3":
-        tensors |= {name: np.array(factors, np.float32) for name, factors in FACTORS.items()}
-    metadata = {f"{architecture}__{name}": value for name, value in metadata.items()}
+        factors = {"long": config.rope.long_factors, "short": config.rope.short_factors}
+        tensors |= {f"rope_factors_{name}.weight": np.array(x, np.float32) for name, x in factors.items()}
     write_gguf(path, config, tensors, architecture, quantized={}, **metadata)
     read, same = read_gguf(path)
     assert computed_as(read) == computed_as(config)
@@ -224,9 +211,8 @@ def test_other_architectures_are_read_bit_for_bit(name, tmp_path):
 
 
 def test_blocks_of_mxfp4_are_read_exactly(tmp_path):
-    config, metadata = ARCHITECTURES["gpt-oss"]
+    config, _, metadata = kind_of("gpt-oss")
     tensors = gguf_tensors(config, random_params(config), "gpt-oss")
-    metadata = {f"gpt-oss__{name}": value for name, value in metadata.items()}
     quantized = {f"{name}_exps": TYPES.MXFP4 for name in MLP.values()}
     expected = write_gguf(tmp_path / "model.gguf", config, tensors, "gpt-oss", quantized, **metadata)
     read = gguf_tensors(config, read_gguf(tmp_path / "model.gguf")[1], "gpt-oss")
@@ -252,6 +238,11 @@ def test_a_split_file_is_read_by_its_first_part(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(read_gguf(first)[1]), params)
     with pytest.raises(UserError, match="the first of them"):
         read_gguf(second)
+    write_gguf(
+        second, GGUF_LLAMA, {name: tensors[name] for name in names[3:]}, quantized={}, split__count=2, split__no=0
+    )
+    with pytest.raises(UserError, match="says that it is part 0"):
+        read_gguf(first)
     doubled = {name: 2 * tensors[name] for name in names[3:]}
     write_gguf(second, GGUF_LLAMA, doubled, quantized={}, split__count=2, split__no=1)
     again = unstack_layers(read_gguf(first)[1])
@@ -302,37 +293,66 @@ def with_count(content):
     return content[:16] + struct.pack("<Q", 2**60) + content[24:]
 
 
-@pytest.mark.parametrize(
-    "damage", [cut(0.9), cut(0.05), lambda content: b"", lambda content: b"GGML" + content[4:], with_count]
-)
-def test_a_damaged_gguf_file_is_named(damage, gguf_file, tmp_path):
+def read_damaged(folder, damage):
+    path = folder / "model.gguf"
+    write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)))
+    path.write_bytes(damage(path.read_bytes()))
+    read_gguf(path)
+
+
+ARRAY = b"llama.attention.head_count_kv"  # then: type 9, type of its elements, count
+ROTTEN = {  # bytes after a name, at an offset -> what the message says
+    "exabytes": (ARRAY, 8, struct.pack("<Q", 2**62), "head_count_kv, 4,611,686,018,427,387,904 values, needs"),
+    "exabytes of bytes": (ARRAY, 4, struct.pack("<IQ", 0, 2**62), "needs 4,611,686,018,427,387,904 bytes"),
+    "an array of arrays": (ARRAY, 4, struct.pack("<I", 9), "an array of arrays"),
+    "an unknown type": (ARRAY, 4, struct.pack("<I", 77), "unknown type 77"),
+    "a long string": (b"general.architecture", 4, struct.pack("<Q", 2**40), "general.architecture needs"),
+    "a shared offset": (b"blk.1.ffn_norm.weight", 4 + 8 + 4, struct.pack("<Q", 0), "begins inside of"),
+    "no context": (b"llama.context_length", 4, struct.pack("<I", 0), "context_length=0"),
+}
+
+
+@pytest.mark.parametrize("damage", ROTTEN)
+def test_lengths_and_offsets_are_compared_with_the_file(damage, tmp_path):
+    name, offset, written, words = ROTTEN[damage]
     path = tmp_path / "model.gguf"
-    path.write_bytes(damage(gguf_file[0].read_bytes()))
-    with pytest.raises(UserError, match=r"model\.gguf"):
+    write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)), quantized={},
+               llama__attention__head_count_kv=[2, 2])  # fmt: skip
+    content = bytearray(path.read_bytes())
+    place = content.index(name) + len(name) + offset
+    content[place : place + len(written)] = written
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(words)):
         read_gguf(path)
 
 
-@pytest.mark.parametrize(
-    ("named", "more", "options"),
-    [
-        ("mamba", {}, {"architecture": "mamba"}),
-        ("llama.logit_scale", {}, {"llama__logit_scale": "2"}),
-        ("blk.0.attn_q.lora", {"blk.0.attn_q.lora": np.ones(2, np.float32)}, {}),
-        ("blk.9.attn_output.weight", {"blk.9.attn_output.weight": np.ones(2, np.float32)}, {}),
-        ("llama.attention.layer_norm_rms_epsilon", {}, {"norm_eps": None}),
-        ("olmo2.attention.sliding_window", {}, {"architecture": "olmo2", "olmo2__attention__sliding_window": 3}),
-        ("factor", {}, {"llama__rope__scaling__type": "yarn"}),
-        ("differs between layers", {}, {"llama__attention__head_count_kv": [2, 4]}),
-        ("did you mean 'gemma2'", {}, {"architecture": "gemma22"}),
-        ("blk.1.ffn_norm.weight", {"blk.1.ffn_norm.weight": None}, {}),  # which is missing
-    ],
-)
-def test_unknown_and_missing_parts_are_named(named, more, options, tmp_path):
+def read_with(folder, more, **options):
     tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)) | more
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    write_gguf(tmp_path / "model.gguf", GGUF_LLAMA, tensors, **options)
-    with pytest.raises(UserError, match=re.escape(named)):
-        read_gguf(tmp_path / "model.gguf")
+    write_gguf(folder / "model.gguf", GGUF_LLAMA, tensors, **options)
+    read_gguf(folder / "model.gguf")
+
+
+TWO = np.ones(2, np.float32)
+
+
+@refused(
+    (read_damaged, [
+        (damage, "model.gguf") for damage in (
+            cut(0.9), cut(0.05), lambda content: b"", lambda content: b"GGML" + content[4:], with_count)]),
+    (read_with, [
+        ({"blk.0.attn_q.lora": TWO}, "blk.0.attn_q.lora"), ({"blk.1.ffn_norm.weight": None}, "blk.1.ffn_norm.weight"),
+        ({"blk.9.attn_output.weight": TWO}, "blk.9.attn_output.weight")]),
+    (lambda d, options: read_with(d, {}, **options), [
+        ({"architecture": "mamba"}, "mamba"), ({"architecture": "gemma22"}, "did you mean 'gemma2'"),
+        ({"llama__logit_scale": "2"}, "llama.logit_scale"), ({"llama__rope__scaling__type": "yarn"}, "factor"),
+        ({"llama__attention__layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon"),
+        ({"architecture": "olmo2", "olmo2__attention__sliding_window": 3}, "olmo2.attention.sliding_window"),
+        ({"llama__attention__head_count_kv": [2, 4]}, "differs between layers")]),
+    (lambda d: load_tokenizer(tokenizer_file(d / "model.gguf", pre="tekken")), "'tekken'"),
+)  # fmt: skip
+def test_refused(call, arguments, words, error, tmp_path):
+    assert_refused(call, tmp_path, arguments, words, error)
 
 
 # Tokenizers. GPT-2's 256 bytes come first, so that "!" is 0 and a space 220, then merges and other tokens.
@@ -342,12 +362,12 @@ BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]
 MERGES = {"\u0120 !": "\u0120!", "1 2": "12", "3 4": "34", "12 3": "123", "a b": "ab", "z Z": "zZ"}
 WORDS = [*BYTES, *MERGES.values(), "<think>", "   ", "<|endoftext|>"]
 IDS = {word: i for i, word in enumerate(WORDS)} | {" ": 220}
-KINDS = [1] * (len(WORDS) - 3) + [4, 4, 3]  # normal, user-defined, control
+TOKEN_TYPES = [1] * (len(WORDS) - 3) + [4, 4, 3]  # normal, user-defined, control
 
 
 def tokenizer_file(path, **metadata):
     """Writes a .gguf file of a tokenizer and no tensors."""
-    words = {"model": "gpt2", "tokens": WORDS, "merges": list(MERGES), "token_type": KINDS} | metadata
+    words = {"model": "gpt2", "tokens": WORDS, "merges": list(MERGES), "token_type": TOKEN_TYPES} | metadata
     named = {f"tokenizer__ggml__{name}": value for name, value in words.items() if value is not None}
     write_gguf(path, GGUF_LLAMA, {}, **named)
     return path
@@ -393,11 +413,6 @@ def test_text_is_cut_as_llama_cpp_cuts_it(split, text, words, tmp_path):
 )
 def test_texts_begin_with_bos_as_in_llama_cpp(metadata, begins, tmp_path):
     assert begins_with_bos(tokenizer_file(tmp_path / "model.gguf", **metadata)) == begins
-
-
-def test_an_unknown_split_is_named(tmp_path):
-    with pytest.raises(UserError, match="'tekken'"):
-        load_tokenizer(tokenizer_file(tmp_path / "model.gguf", pre="tekken"))
 
 
 def test_a_sentencepiece_model_in_a_file_is_that_model(tmp_path):
@@ -451,9 +466,15 @@ def test_a_chat_is_rendered_by_the_template_of_the_file(tmp_path):
     assert tokenizer.decode(ids) == "[user] ab!\n"
     with pytest.raises(UserError, match="no tool"):
         render_chat(template, [{"role": "tool", "content": ""}])
-    for wrong in ("{% if %}", "{{ 'a' + 1 }}"):
-        with pytest.raises(UserError, match="chat template refuses"):
-            render_chat(template._replace(source=wrong), [])
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    long = (
+        "{{ 'a' * 10**10 }}",
+        "{{ messages | tojson(indent=10**10) }}",
+        "{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}",
+    )
+    for wrong in ("{% if %}", "{{ 'a' + 1 }}", loops, *long, "{{ '\\ud800' }}"):
+        with pytest.raises(UserError, match=r"chat template (refuses|gives)"):
+            render_chat(template._replace(source=wrong), [{"role": "user", "content": "a"}], seconds=1)
 
 
 def test_chat_templates_of_folders(tmp_path):
@@ -464,3 +485,6 @@ def test_chat_templates_of_folders(tmp_path):
     assert chat_template(tmp_path).source == "three"
     (tmp_path / "chat_template.jinja").write_text("four")
     assert chat_template(tmp_path).source == "four"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="is not UTF-8"):
+        chat_template(tmp_path)

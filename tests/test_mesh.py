@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_run import assert_trees_close, bits, by_path, lines, loaded
+from tiny_run import Stop, assert_trees_close, bits, by_path, lines, loaded, stop_at
 
 from orthojax.config import (
     Config,
@@ -259,9 +259,7 @@ def test_losses_and_parameters_on_three_axes_briefly():
         {"optim.optimizer": SOAP},
         {"model.remat": True, "model.normalizer": "learned_sink", "model.gated_attention": True},
         {"model.attention_implementation": "xla_chunked", "model.tie_embeddings": False},
-        {"model.normalizer": "softpick", "model.gated_attention": "value"},
-        {"model.gated_attention": "elementwise"},
-        {"model.embedding_projection": True, "model.gated_norm_rank": 3},
+        {"model.normalizer": "softpick", "model.gated_attention": "elementwise", "model.embedding_projection": True},
         {"train.activation_penalty": 0.3, "train.accumulation_steps": 2},
     ],
     ids=str,
@@ -447,15 +445,8 @@ def test_a_run_resumes_on_another_mesh(tmp_path):
     config = replace(CONFIG, {"train.eval_every_steps": 10})
     train(config, INPUTS, tmp_path / "one")
 
-    class Stopped(Exception):
-        pass
-
-    def stop(step, _):
-        if step == 12:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        train(on(config, 2, 2, 2), INPUTS, tmp_path / "run", on_step=stop)
+    with pytest.raises(Stop):
+        train(on(config, 2, 2, 2), INPUTS, tmp_path / "run", on_step=stop_at(12))
     state = train(on(config, 4, 1, 2, **{"train.accumulation_steps": 2}), INPUTS, tmp_path / "run")
     losses, expected = ([line["loss_nats"] for line in lines(tmp_path / name, "loss_nats")] for name in ("run", "one"))
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)

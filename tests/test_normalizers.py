@@ -1,5 +1,7 @@
 """Every normalizer against its definition in float64; its masks, derivatives and extremes."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,14 +9,11 @@ import pytest
 from attention_oracle import NORMALIZERS, weights
 from jax.test_util import check_grads
 
+from orthojax import ops
+from orthojax.config.model import NormalizerName
+from orthojax.ops import normalizers
 from orthojax.ops.normalizers import (
-    ClippedSoftmax,
     apply_normalizer,
-    clipped_softmax,
-    gelu,
-    relu,
-    sigmoid,
-    sink_logit,
     softmax,
     softmax1,
     softmax_n,
@@ -25,9 +24,8 @@ from orthojax.ops.normalizers import (
 SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
 HALF = lambda x, axis=-1, where=None: softmax_n(x, 0.5, axis, where)  # noqa: E731
-CLIPPED = lambda x, axis=-1, where=None: clipped_softmax(x, -0.1, 1.2, axis, where)  # noqa: E731
-ALL = {"softmax": softmax, "softmax1": softmax1, "softmax_n": HALF, "sink": WITH_SINK, "relu": relu, "sigmoid": sigmoid}
-ALL |= {"gelu": gelu, "clipped": CLIPPED, "softpick": softpick}
+ALL = {name: getattr(normalizers, name) for name in get_args(normalizers.Name)}
+ALL |= {"softmax_n": HALF, "sink": WITH_SINK}
 MASKED_ROWS_ARE_ZERO = [name for name in ALL if name != "softmax"]
 
 
@@ -111,16 +109,11 @@ def test_rows_of_minus_infinity_are_zero(dtype):
         np.testing.assert_array_equal(gradient, np.zeros((2, 5)), err_msg=name)
 
 
+def test_every_name_can_be_set_in_the_config():
+    assert set(get_args(normalizers.Name)) <= set(get_args(NormalizerName))  # `test_model` applies all of the config's
+
+
 # Eq. 1 and its neighbours.
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("shift", [0.0, -700.0, 1e4])
-@pytest.mark.parametrize("n", [1, 5])
-def test_softmax_n_is_softmax_with_appended_zeros(n, shift):
-    x = _example() + shift
-    appended = np.concatenate([x, np.zeros((*x.shape[:-1], n))], -1)
-    np.testing.assert_allclose(softmax_n(jnp.asarray(x), n), jax.nn.softmax(appended)[..., :-n], rtol=1e-12, atol=0)
 
 
 def test_sinks_contain_softmax_n_which_contains_both():
@@ -153,27 +146,6 @@ def test_large_logits_are_right_for_every_sink(n, size):
     np.testing.assert_allclose(by_sink, expected, rtol=1e-4, atol=1e-30)
 
 
-# Clipped softmax: exact zeros and ones of finite logits.
-
-
-def test_clipped_softmax_stretches_and_cuts_weights():
-    x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
-    np.testing.assert_allclose(clipped_softmax(x, -0.05, 1.0), [0.0, 0.034, 0.895], rtol=1e-5)
-    np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.25), [0.025, 0.1, 1.0], rtol=1e-5)
-    np.testing.assert_allclose(clipped_softmax(x, 0.0, 1.0), jax.nn.softmax(x), rtol=1e-6)
-    y = clipped_softmax(x, -0.05, 1.25)
-    assert (y[0], y[2]) == (0.0, 1.0)  # exactly
-    np.testing.assert_array_equal(apply_normalizer(ClippedSoftmax(-0.05, 1.25), x), y)
-    assert sink_logit(ClippedSoftmax()) is None
-
-
-def test_cut_weights_have_no_gradient():
-    x = jnp.log(jnp.array([0.02, 0.08, 0.9]))
-    jacobian = np.asarray(jax.jit(jax.jacrev(lambda x: clipped_softmax(x, -0.05, 1.2)))(x))
-    assert (jacobian[[0, 2]] == 0.0).all()
-    np.testing.assert_allclose(jacobian[1], 1.25 * _jacobian(np.array([0.02, 0.08, 0.9]))[1], rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_softpick_is_right_for_extreme_logits(dtype):
     rows = [[1e4, 1e4, -1e4, 0.0], [-1e4, -1e4, -1e4, -1e4], [1e4, -1e4, 50.0, -50.0], [1e-4, -1e-4, 0.0, 0.0]]
@@ -183,13 +155,6 @@ def test_softpick_is_right_for_extreme_logits(dtype):
     gradient = jax.grad(lambda x: jnp.sum(softpick(x)[:, 0]))(x)
     assert jnp.isfinite(gradient).all()
     np.testing.assert_array_equal(softpick(jnp.zeros((2, 3), dtype)), 0.0)
-
-
-@pytest.mark.parametrize(("gamma", "zeta"), [(0.1, 1.0), (np.nan, 1.0), (0.0, 0.9), (0.0, np.inf)])
-def test_clipped_softmax_refuses_other_gamma_and_zeta(gamma, zeta):
-    for build in (lambda: ClippedSoftmax(gamma, zeta), lambda: clipped_softmax(jnp.zeros(3), gamma, zeta)):
-        with pytest.raises(ValueError, match=r"gamma .* zeta"):
-            build()
 
 
 # Derivatives.
@@ -260,30 +225,17 @@ def test_several_axes_are_one_long_axis(name):
 
 
 @pytest.mark.parametrize(
-    ("normalizer", "problem"),
-    [
-        ("softmx", "softmx"),
-        (-0.5, "-0.5"),
-        (np.nan, "nan"),
-        (jnp.zeros(3), r"\(3,\).*\(2,\)"),
-        (jnp.zeros((1, 2)), r"\(1, 2\)"),
-        (None, "None"),
-        (True, "True"),
-        ([0.0, 0.0], "array"),
-    ],
+    "sink", [jnp.zeros(2, complex), np.zeros(2, int), np.zeros(2, bool)], ids=lambda x: str(x.dtype)
 )
-def test_apply_normalizer_names_what_it_cannot_use(normalizer, problem):
-    with pytest.raises(ValueError, match=problem):
-        apply_normalizer(normalizer, jnp.zeros((1, 2, 3, 3)))
+def test_sinks_that_are_no_floats_are_refused(sink):
+    with pytest.raises(ValueError, match="floating dtype"):
+        ops.dot_product_attention(*jnp.ones((3, 1, 4, 2, 8)), normalizer=sink)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_mask_of_numbers_is_refused(name):
-    with pytest.raises(ValueError, match="boolean"):
-        ALL[name](jnp.zeros((2, 3)), where=jnp.ones((2, 3), jnp.int32))
-
-
-@pytest.mark.parametrize(("shape", "axis"), [((3,), -1), ((2, 3), -1), ((2, 1), 0), ((1, 2, 1), -1)])
-def test_a_sink_is_one_number_for_each_row(shape, axis):
-    with pytest.raises(ValueError, match=r"sink of shape .*\(2, 3\)"):
-        softmax_with_sink(jnp.zeros((2, 3)), jnp.zeros(shape), axis)
+def test_misspelt_options_are_refused_where_they_are_given():
+    with pytest.raises(ValueError, match="'softmx1'"):
+        ops.attention_fn("softmx1")
+    with pytest.raises(ValueError, match="'cuda'"):
+        ops.attention_fn(implementation="cuda")
+    with pytest.raises(ValueError, match="is_causal must be True or False, got 'False'"):
+        ops.dot_product_attention(*jnp.ones((3, 1, 4, 2, 8)), is_causal="False")

@@ -1,6 +1,7 @@
 """The contract that every optax optimizer is held to, for OrthoAdam."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.optim import Rotation, orthoadam, scale_by_orthoadam
+from orthojax.optim import Rotation, in_rotated_basis, orthoadam, rotate, rotation, scale_by_orthoadam, unrotate
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -93,6 +94,20 @@ def test_injected_hyperparameters(kind):
     assert len(traces) == 1
 
 
+def test_an_injected_schedule_starts_at_step_0():
+    rates = (0.5, 0.25, 0.125)
+    make = functools.partial(orthoadam, rotation=Rotation("hadamard", axes="output"))
+    injected = optax.inject_hyperparams(make)(lambda count: jnp.asarray(rates)[count])
+    optimizers, params = (injected, make(1.0)), mixed()
+    states = [optimizer.init(params) for optimizer in optimizers]
+    for rate in rates:
+        (got, states[0]), (want, states[1]) = (
+            jax.jit(optimizer.update, compiler_options=QUICK)(mixed(5), state, params)
+            for optimizer, state in zip(optimizers, states, strict=True)
+        )
+        assert_same(got, jax.tree.map(lambda u, rate=rate: rate * u, want), atol=1e-5)
+
+
 # Wrappers: each against the plain optimizer.
 
 
@@ -129,6 +144,42 @@ def test_wrapped_optimizers_step_as_the_plain_one(name, kind):
         params, want = params["mlp"], want["mlp"]
     assert_same(params, want, atol=1e-5)
     assert kinds_of(state) == start
+
+
+def parts(kind):
+    r = Rotation(kind, axes="output")
+    adam = optax.chain(rotate(r), optax.scale_by_adam(), unrotate(r))
+    return wrapped(kind) | {
+        "orthoadam": orthoadam(0.1, rotation=r, mu_dtype=jnp.bfloat16, nu_dtype=jnp.float32),
+        "scale_by_orthoadam": scale_by_orthoadam(rotation=r),
+        "rotate": rotate(r),
+        "unrotate": unrotate(r),
+        "parts": adam,
+        "in_rotated_basis": in_rotated_basis(optax.lion(0.1), r),
+        "ema": optax.chain(adam, optax.ema(0.9)),
+    }
+
+
+@pytest.mark.parametrize("kind", typing.get_args(rotation.Kind))
+def test_no_two_leaves_of_a_fresh_state_share_a_buffer(kind):
+    """Such a buffer could not be donated; on several devices XLA ends the process."""
+    for name, optimizer in parts(kind).items():
+        leaves = [leaf for leaf in jax.tree.leaves(optimizer.init(mixed())) if leaf.size]
+        assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves), name
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_state_of_eager_init_is_donated(devices):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for optimizer in (parts("hadamard")["parts"], orthoadam(0.1, rotation=Rotation("haar", axes="output"))):
+        params = mixed()
+        params, state = jax.device_put((params, optimizer.init(params)), everywhere)
+        step = jax.jit(functools.partial(one_step, optimizer), donate_argnums=2, compiler_options=QUICK)
+        for _ in range(2):
+            held = jax.tree.leaves(state)
+            params, state = step(params, mixed(5), state)
+        assert all(leaf.is_deleted() for leaf in held if leaf.ndim)
 
 
 # Odd trees.
@@ -186,11 +237,3 @@ def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
     assert set(plain["inner"]) == {"count", "mu", "nu"}
     np.testing.assert_array_equal(plain["inner"]["mu"]["mlp"]["kernel"], state["orthoadam"].inner.mu["mlp"]["kernel"])
     assert bool(plain.get("basis")) == (kind == "haar")
-
-
-@pytest.mark.parametrize("kind", ["hadamard", "dct", "identity", "signed_permutation"])
-def test_states_without_matrices_are_those_of_adam(kind):
-    params = {"mlp": {"kernel": normal(0, 8, 12), "bias": normal(1, 12)}}
-    state = scale_by_orthoadam(rotation=Rotation(kind, axes="output")).init(params)
-    assert kinds_of(state.inner) == kinds_of(optax.scale_by_adam().init(params))
-    assert state.basis == ()

@@ -12,6 +12,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from orthojax.errors import UserError
 from orthojax.optim import (
     RotatedAxes,
     Rotation,
@@ -340,3 +341,19 @@ def test_each_device_updates_in_a_shard_map():
     for device in range(2):
         alone = local(jax.tree.map(lambda g, i=device: g[i : i + 1], grads), state)
         assert_close(jax.tree.map(lambda u, i=device: u[i : i + 1], found), alone, 1e-5)
+
+
+def test_moments_that_a_layout_contradicts_are_refused():
+    """`nnx.Optimizer` gives moments the sharding metadata of their parameters."""
+    mesh = make_mesh((4, 2), EXPLICIT, NAMES[:2])
+    params = {"w": jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", None)))}
+    moments = zero1(OUTPUT, params, jax.tree.map(lambda x: x.sharding, params))
+    optimizer = orthoadam(0.1, rotation=Rotation(axes="output", embeddings="", layout=layout_of(moments)))
+    with jax.set_mesh(mesh):
+        state = optimizer.init(params)
+        like_params = jax.tree.map(lambda x: jax.device_put(x, params["w"].sharding) if x.ndim == 2 else x, state)
+        with pytest.raises(UserError, match=r"not sharded by the layout.*\n.*state_shardings"):
+            jax.jit(optimizer.update)(params, like_params, params)
+        placed = jax.device_put(like_params, state_shardings(optimizer, params, moments))
+        _, state = jax.jit(optimizer.update)(params, placed, params)
+    assert state[0].inner.mu["w"].sharding.spec == moments["w"].spec

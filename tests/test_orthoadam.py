@@ -197,3 +197,14 @@ def test_any_length_takes_as_few_temporaries(n):
     step = jax.jit(optimizer.update, donate_argnums=(0, 1))
     memory = step.lower(gradient, state).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2.05 * 4 * 1024 * n  # gradient and update in the other basis
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"b1": 1.0}, {"b2": 1.5}, {"b1": -0.1}, {"b2": float("nan")}, {"eps": -1e-8}, {"eps": float("inf")},
+     {"eps_root": -1.0}, {"nu_dtype": "int8"}, {"mu_dtype": jnp.int32}],
+    ids=str,
+)  # fmt: skip
+def test_hyperparameters_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*allowed"):
+        scale_by_orthoadam(**wrong)

@@ -148,16 +148,3 @@ def test_signs_are_balanced_and_independent():
 def test_permutations_are_permutations(key, n):
     rows = orthogonal.hash_permutations(key, [0, 3], n)
     np.testing.assert_array_equal(np.sort(rows, axis=-1), np.tile(np.arange(n), (2, 1)))
-
-
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (lambda x: orthogonal.fixed_transform(x, 0, kind="dtc"), "'dtc'"),
-        (lambda x: orthogonal.fixed_transform(x, -1), "axis=-1"),
-        (lambda x: orthogonal.fixed_transform(x.astype(int), 0, kind="dct"), "int32"),
-    ],
-)
-def test_arguments_without_a_meaning_are_refused(call, problem):
-    with pytest.raises(ValueError, match=problem):
-        call(jnp.zeros((4, 1, 2)))

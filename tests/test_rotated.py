@@ -1,6 +1,7 @@
-"""Rotation after training keeps the logits of every kind of model, and saves one whose channels stand out."""
+"""Rotation after training keeps the logits of every kind of model; a float prefix those of the rows behind it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +90,6 @@ def test_a_model_with_an_outlier_channel_is_saved(bits):
 REFUSED = {
     "norm='layernorm'": {"norm": "layernorm"},
     "block='output_norm'": {"block": "output_norm"},
-    "gated_attention='value'": {"gated_attention": "value"},
-    "gated_norm_rank=4": {"gated_norm_rank": 4},
     "embedding_projection": {"embedding_projection": True},
     "fixed_rotation": {"fixed_rotation": True, "scan_layers": False},
 }
@@ -108,3 +107,43 @@ def test_kernels_of_integers_are_refused():
     assert isinstance(stored["layers"]["mlp"]["output"]["kernel"], Quantized)
     with pytest.raises(UserError, match="kernels of integers"):
         quant.rotate_after_training(stored, LLAMA)
+
+
+# A float prefix: rows after it are those of the whole sequence, and only they are rounded.
+
+CONFIG = llama2("tiny", d_model=16, d_mlp=32, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=32, max_length=16)
+PARAMS = drawn_params(CONFIG, 0.3)
+PREFIX, ROWS = np.array([3, 7]), np.random.default_rng(0).integers(4, 32, (3, 9))
+WHOLE = np.concatenate([np.broadcast_to(PREFIX, (3, 2)), ROWS], axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both(model, params):
+    """Returns logits of the rows after the float prefix, and those of the whole sequence."""
+    cache = quant.prefix_cache(Transformer(CONFIG), params, PREFIX, 3, 9)
+    whole = model.apply({"params": params}, WHOLE)[0][:, 2:]
+    return model.apply({"params": params}, ROWS, cache=cache)[0], whole
+
+
+def test_without_rounding_it_is_the_whole_sequence():
+    found, expected = both(Transformer(CONFIG), PARAMS)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
+    # Channel 0 belongs to token 3, and one hidden unit of the first MLP reads it alone: other tokens share its scale.
+    params = jax.tree.map(np.array, PARAMS)
+    params["token_embedding"]["embedding"][:, 0] = np.where(np.arange(32) == 3, 100.0, 0.0)
+    params["layers"]["attention"]["output"]["kernel"][0, :, 0] = 0.0
+    for part in ("gate", "input"):
+        params["layers"]["mlp"][part]["kernel"][0, :, 0] = np.where(np.arange(16) == 0, 10.0, 0.0)
+    params = jax.tree.map(jnp.asarray, params)
+    _, exact = both(Transformer(CONFIG), params)
+    found, together = both(quant.rounded_model(CONFIG, quant.INT8_COARSE), params)
+    assert 0 < np.abs(found - exact).mean() < 0.2 * np.abs(together - exact).mean()
+
+
+@pytest.mark.parametrize("prefix", [[], [[1, 2]], [99], [-1], [1.5], [True]])
+def test_what_is_no_prefix_is_refused(prefix):
+    with pytest.raises(UserError, match=r"a prefix of shape|prefix: token ids"):
+        quant.prefix_cache(Transformer(CONFIG), PARAMS, np.array(prefix), 3, 9)

@@ -243,8 +243,7 @@ def test_square_kernels_turn_where_they_face_the_stream(name, axes):
         {"scan_layers": False},
         {"mlp": "swiglu", "d_mlp": 32, "gated_attention": True},
         {"gated_attention": "elementwise"},
-        {"gated_attention": "value"},
-        {"embedding_projection": True, "gated_norm_rank": 3, "tie_embeddings": False},
+        {"embedding_projection": True, "tie_embeddings": False},
     ],
 )
 def test_the_default_finds_the_d_model_axes_of_a_run(changes):
@@ -360,6 +359,70 @@ def test_names_beside_each_other_say_what_they_are(name):
     plan = plan_tree(Rotation(axes=64), shapes_of(tree))
     assert {leaf.path for leaf in plan.parameters if leaf.groups} == rotated
     assert all(leaf.shape[axis] == 64 for leaf in plan.parameters for group in leaf.groups for axis in group.axes)
+
+
+# A block whose vectors have names that say nothing: RWKV's, a norm's scale of penzai, DiT's output, nanochat's values.
+BLOCK = {
+    "att/receptance/weight": (64, 64), "att/key/weight": (64, 64), "att/output/weight": (64, 64),
+    "att/time_decay": (64,), "att/time_mix_k": (1, 1, 64), "norm/scale/weights": (64,), "attn/proj/weight": (64, 64),
+    "ffn/up/weight": (256, 64), "q/lora_a": (64, 8), "q/lora_b": (8, 96),
+}  # fmt: skip
+OUTSIDE = {"emb/weight": (300, 64), "head/weight": (300, 64), "value_embeds/0/weight": (300, 64)}
+
+
+def test_stacked_and_unrolled_layers_are_treated_alike():
+    unrolled = {f"blocks_{i}/{path}": shape for i in range(3) for path, shape in BLOCK.items()} | OUTSIDE
+    stacked = {f"blocks/{path}": (3, *shape) for path, shape in BLOCK.items()} | OUTSIDE
+    out_in = Rotation(kernel_layout="out_in")
+    one, other = plan_tree(out_in, shapes_of(unrolled)), plan_tree(out_in, shapes_of(stacked))
+    assert one.name == other.name
+    found = {leaf.path: leaf for leaf in other.parameters}
+    vectors = ("att/time_decay", "att/time_mix_k", "norm/scale/weights")
+    assert all(found[f"blocks/{path}"].left_alone and not found[f"blocks/{path}"].groups for path in vectors)
+    assert found["value_embeds/0/weight"].left_alone == ("named 'value_embeds'",)
+    axes = {path: found[f"blocks/{path}"].groups[0].axes for path in BLOCK if 64 in BLOCK[path] and path not in vectors}
+    assert axes == {path: (1 if "out" in path or "proj" in path or "lora" in path else 2,) for path in axes}
+    with pytest.warns(UserWarning, match=r"of \d+ of 13 parameters is a guess \(blocks/"):
+        orthoadam(0.1, rotation=out_in).init(shapes_of(stacked))
+
+
+def test_heads_and_routers_are_no_layers():
+    """Arrays [n, d] are kernels beside attention kernels of n heads, and where d_model leads them all."""
+    for n, kernels in ((4, {"q": (4, 64, 16), "kv": (2, 64, 16)}), (64, {"q": (64, 4, 16), "o": (64, 4, 16)})):
+        shapes = {f"attn/{path}": shape for path, shape in kernels.items()} | {
+            "attn/custom": (n, 64),
+            "head": (64, 300),
+        }
+        plans = {leaf.path: leaf for leaf in plan_tree(Rotation(axes=64), shapes_of(shapes)).parameters}
+        assert plans["head"].groups or n == 64
+        assert plans["attn/custom"].groups or n == 64
+    moe = {"moe/up": (8, 64, 96), "moe/down": (8, 96, 64), "moe/router": (8, 64), "moe/bias_of": (8, 96)}
+    plans = {leaf.path: leaf for leaf in plan_tree(Rotation(axes=64), shapes_of(moe)).parameters}
+    assert plans["moe/router"].groups
+    assert not plans["moe/bias_of"].groups
+
+
+def test_stacked_vectors_confirm_stacked_kernels():
+    stack = {"layers/up/kernel": (3, 64, 256), "layers/norm/scale": (3, 64), "wte": (300, 64)}
+    marks = lambda rotation, shapes: {p: mark for p, _, _, mark in describe(rotation, shapes_of(shapes)).rows}  # noqa: E731
+    assert marks(Rotation(), stack)["layers/up/kernel"] == ""
+    del stack["layers/norm/scale"]
+    assert marks(Rotation(), stack)["layers/up/kernel"] == "unsure"
+    assert marks(Rotation(stacked=0), stack)["layers/up/kernel"] == ""
+
+
+def test_describe_says_what_forfeits_the_cure():
+    kernel = {"mlp/up/kernel": (64, 256), "wte": (300, 64)}
+    text = lambda more: str(describe(Rotation(), shapes_of(kernel | more)))  # noqa: E731
+    for more in (
+        {"ln_1/scale": (64,)},
+        {"ln_1/weight": (64,)},
+        {"mlp/down/bias": (64,)},
+        {"norm/scale/weights": (64,)},
+    ):
+        assert f"outliers may return (Table 5 of arXiv 2410.17174): {next(iter(more))}" in text(more)
+    for more in ({}, {"ln_1/scale": ()}, {"q_norm/scale": (16,)}, {"sink": (4,)}, {"time_decay": (64,)}):
+        assert "outliers" not in text(more)
 
 
 def test_parts_of_a_tree_are_refused():
@@ -568,6 +631,7 @@ def test_init_on_shapes_is_that_of_adamw(kind):
     optimizer = orthoadam(0.1, rotation=Rotation(kind))
     found: Any = optimizer.init(shapes)
     jax.tree.map(np.testing.assert_array_equal, found[0].inner, optax.adamw(0.1).init(shapes)[0])
+    assert (found[0].basis == ()) == (kind != "haar")
     jax.tree.map(np.testing.assert_array_equal, found, optimizer.init(PLANNED))
 
 

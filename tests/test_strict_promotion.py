@@ -1,6 +1,7 @@
 """Every function on arrays of ops, analysis and quant in one dtype, under JAX's strict rules for mixing dtypes."""
 
 import itertools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,8 @@ import numpy as np
 import pytest
 
 from orthojax import analysis, ops, optim, quant
-from orthojax.ops import orthogonal, quantize
+from orthojax.ops import normalizers, orthogonal, quantize
 from orthojax.ops.attention import relaxed_causal_mask
-from orthojax.ops.normalizers import ClippedSoftmax
 
 B, N, T, D = 2, 2, 4, 8
 HIDDEN, WEIGHTS, HEADS, KERNEL = (B, T, D), (B, N, T, T), (B, T, N, D), (D, D)
@@ -18,8 +18,8 @@ IDS, LENGTHS = np.zeros((B, T), np.int32), np.full(B, T, np.int32)
 MASK, IS_TRIGGER = np.ones((B, 1, T, T), bool), np.zeros((B, T), bool)
 HIDES = {"mask": MASK, "is_causal": True, "local_window_size": 2}
 HIDES |= {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
-NORMALIZERS = {name: name for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick")}
-NORMALIZERS |= {"n": 0.5, "clipped": ClippedSoftmax(), "learned sink": None}  # of the dtype of the query
+NORMALIZERS = {name: name for name in get_args(normalizers.Name)}
+NORMALIZERS |= {"n": 0.5, "learned sink": None}  # of the dtype of the query
 
 
 def attend(name, implementation):
@@ -55,12 +55,12 @@ def scheme(x):
 
 CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
 CASES |= {f"linear: {name}": linear(setting) for name, setting in quant.SETTINGS.items()}
-for name in ("fp8_e4m3", "fp8_e4m3_block128", "mxfp4", "nvfp4"):
+for name in ("fp8_e4m3_block128", *quant.FLOATS):
     of_floats = quant.quantized_linear(quant.setting_named(name))
     CASES[f"linear: {name}"] = (lambda x, w, of=of_floats: of(x, w, None, "mlp"), HIDDEN, (D, 6))
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))
-for name in ("softmax", "softmax1", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"):
-    CASES[name] = (lambda x, name=name: (getattr(ops, name)(x), getattr(ops, name)(x, where=MASK)), WEIGHTS)
+for name in get_args(normalizers.Name):
+    CASES[name] = (lambda x, name=name: [getattr(normalizers, name)(x, where=mask) for mask in (None, MASK)], WEIGHTS)
 OF_HIDDEN = """
     kurtosis_first kurtosis_rest kurtosis_pooled max_abs_first max_abs_rest max_abs_first_maximum max_abs_rest_maximum
     norm_ratio_first norm_ratio_rest residual_norm_first residual_norm_rest value_norm_first value_norm_rest

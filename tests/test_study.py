@@ -136,6 +136,16 @@ def test_every_variant_and_seed_has_a_row(results, study, home):
     assert len(set(results["vanilla"].values("perplexity"))) == 2
 
 
+def test_numbers_of_another_text_are_not_reused(results, study, home):
+    prose = home / "prose.txt"
+    before = prose.read_text(encoding="utf-8")
+    prose.write_text(before.replace("a", "e"), encoding="utf-8")
+    with pytest.raises(UserError, match="the data is not that of the checkpoint"):
+        run(study, home / "work", home, SEEDS)
+    prose.write_text(before, encoding="utf-8")
+    assert run(study, home / "work", home, SEEDS).raw == results.raw
+
+
 def test_variant_has_means_arrays_and_logs_of_runs(results):
     vanilla = results["vanilla"]
     assert vanilla["perplexity"] == pytest.approx(np.mean([vanilla.only([s])["perplexity"] for s in SEEDS]))
@@ -249,6 +259,13 @@ def test_existing_models_are_measured_and_not_trained(results, home, tmp_path):
     assert found["mine"].config == results_of(study, found.raw)["mine"].config
     assert make_report(found).verdicts[0].verdict == "holds"
     assert times(home / "runs") == before
+    weights = next(path for path in folder.rglob("*") if path.is_file() and "params" in str(path))
+    stamp = weights.stat()
+    os.utime(weights, ns=(0, 0))  # as if other weights had been written there
+    with pytest.raises(UserError, match="with other files"):
+        run(study, tmp_path, home, given=given)
+    os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert run(study, tmp_path, home, given=given).raw["rows"] == found.raw["rows"]
 
 
 def test_computed_rows_are_float64_and_kept(tmp_path):
@@ -326,8 +343,8 @@ def test_results_of_several_folders_are_read_together(results, study, home, tmp_
     assert together.seeds == (0, 1, 2)
     assert together["cured"].values("perplexity")[:2] == results["cured"].values("perplexity")
     assert list(together["cured"].seeds) == [0, 1, 2]
-    with pytest.raises(UserError, match="no variant of 'damage'"):
-        read_results(catalog.find("damage"), home / "work")
+    with pytest.raises(UserError, match="no variant of 'repeated_longer'"):
+        read_results(catalog.find("repeated_longer"), home / "work")
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(UserError, match="results"):
         read_results(study, tmp_path)

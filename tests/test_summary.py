@@ -101,14 +101,36 @@ def test_gaussian_states_have_the_numbers_of_chance():
         ({"hidden": [HIDDEN[0], HIDDEN[1] * np.nan]}, "layer 1"),
         ({"hidden": HIDDEN.swapaxes(1, 2), "weights": SOFTMAX}, "weights"),  # [positions, batch, channels]
         ({"weights": LOGITS}, "logits"),
+        # Heads last.
+        ({"hidden": np.ones((1, 2, 5, 8)), "weights": np.full((1, 2, 5, 5, 3), 0.2)},
+         "weights over 3 keys, hidden states of 5 positions"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arrays_are_refused(arrays, name):
     with pytest.raises(ValueError, match=name):
         analysis.summarize(**arrays)
 
 
-def test_weights_over_other_keys_than_the_hidden_states_are_refused():
-    hidden, weights = np.ones((1, 2, 5, 8)), np.full((1, 2, 5, 5, 3), 0.2)  # heads last
-    with pytest.raises(ValueError, match="weights over 3 keys, hidden states of 5 positions"):
-        analysis.summarize(hidden, weights)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_token(side):
+    """Rows of 5, 8 and 3 tokens: each alone, and their mean."""
+    rng, lengths, T = np.random.default_rng(0), (5, 8, 3), 8
+    rows = [rng.normal(size=(2, 1, length, 16)) for length in lengths]
+    weights = [np.tril(rng.uniform(size=(2, 1, 4, length, length))) for length in lengths]
+    weights = [w / w.sum(-1, keepdims=True) for w in weights]
+    hidden, attention, mask = np.full((2, 3, T, 16), 99.0), np.full((2, 3, 4, T, T), 0.5), np.zeros((3, T), int)
+    for i, length in enumerate(lengths):
+        own = slice(T - length, T) if side == "left" else slice(length)
+        hidden[:, i, own], attention[:, i, :, own, own], mask[i, own] = rows[i][:, 0], weights[i][:, 0], 1
+    found = analysis.summarize(hidden, attention, attention_mask=mask)
+    alone = [analysis.summarize(x, w) for x, w in zip(rows, weights, strict=True)]
+    for row in found.rows:
+        same = [next(r for r in one.rows if r.name == row.name) for one in alone]
+        if row.name != "sink_rate":
+            assert row.value == pytest.approx(np.mean([r.value for r in same]), rel=1e-5), row.name
+            assert row.chance == pytest.approx(np.mean([r.chance for r in same]), rel=1e-5, nan_ok=True), row.name
+    masses = np.mean([w[..., 0].mean((1, 3)) for w in weights], axis=0)
+    assert found.metrics["sink_rate"] == pytest.approx((masses > 0.3).mean())
+    for wrong in (mask[:2], mask * 2, np.zeros_like(mask), np.eye(3, 8, dtype=int) + np.eye(3, 8, 4, dtype=int)):
+        with pytest.raises(ValueError, match="attention_mask"):
+            analysis.summarize(hidden, attention_mask=wrong)

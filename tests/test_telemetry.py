@@ -7,13 +7,16 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from tiny_run import TINY, assert_trees_close, inputs, loaded, rows
 
 from orthojax.config import replace
 from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import UserError
+from orthojax.places import locate
 from orthojax.train import (
     Inputs,
     evaluate,
@@ -280,7 +283,7 @@ def test_the_loop_transfers_nothing_unasked(tmp_path, size):
 
 @pytest.fixture
 def jax_settings():
-    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     yield
     for name, value in before.items():
@@ -301,7 +304,49 @@ def test_where_compiled_programs_are_kept(jax_settings, tmp_path, monkeypatch):
     assert keep_compiled_programs() is None  # as with JAX_ENABLE_COMPILATION_CACHE=false
 
 
+def test_damaged_programs_are_compiled_again(jax_settings, tmp_path):
+    """Read back, one with a flipped byte ends the process."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", True)
+    keep_compiled_programs(str(tmp_path))
+
+    def result():
+        jax.clear_caches()
+        return float(jax.jit(lambda x: jnp.sin(x) @ jnp.cos(x))(jnp.ones(8)))
+
+    first = result()
+    entries = sorted(tmp_path.glob("*-cache"))
+    whole = {path: path.read_bytes() for path in entries}
+    damages = {"flipped": lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:],
+               "cut": lambda content: content[: len(content) // 2]}  # fmt: skip
+    for damage in damages.values():
+        for path, content in whole.items():
+            path.write_bytes(damage(content))
+        assert result() == first
+        assert all(path.read_bytes() != damage(whole[path]) for path in entries)
+    stamps = {path: path.stat().st_mtime_ns for path in entries}
+    assert result() == first
+    assert stamps == {path: path.stat().st_mtime_ns for path in entries}  # read, not written
+    compilation_cache.reset_cache()
+
+
 def test_a_cache_folder_that_cannot_be_made_warns(jax_settings, tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.warns(UserWarning, match="file"):
         assert keep_compiled_programs(str(tmp_path / "file/cache")) is None
+
+
+def test_nothing_is_kept_without_a_home(jax_settings, tmp_path, monkeypatch):
+    """A user that the system does not know, without HOME, has no home; a folder named ~ is none."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", None)
+    with pytest.warns(UserWarning, match="no home"):
+        assert keep_compiled_programs() is None
+    with pytest.raises(UserError, match="no such model"):
+        locate("no-such/model")
+    assert not list(tmp_path.iterdir())

@@ -59,7 +59,7 @@ CONFIG = replace(TINY, SGD)
 # A model that has every kind of parameter.
 RICH = dataclasses.replace(
     CONFIG.model, norm="layernorm", use_bias=True, normalizer="learned_sink", mlp="swiglu", gated_attention=True,
-    tie_embeddings=False, embedding_projection=True, gated_norm_rank=3,
+    tie_embeddings=False, embedding_projection=True,
 )  # fmt: skip
 
 
@@ -196,10 +196,8 @@ def test_a_run_logs_loss_and_penalty_separately(tmp_path):
 PREVENTIONS = {
     "muon_embeddings": {"optim.optimizer": "muon", "optim.muon_embeddings": "orthoadam", "optim.momentum": 0.9},
     "elementwise": {"model.gated_attention": "elementwise"},
-    "value": {"model.gated_attention": "value"},
     "softpick": {"model.normalizer": "softpick"},
     "embedding_projection": {"model.embedding_projection": True},
-    "gated_norm": {"model.gated_norm_rank": 2},
     "activation_penalty": {"train.activation_penalty": 0.01},
     "soft_caps": {"model.attention_soft_cap": 5.0, "model.final_soft_cap": 5.0, "model.block": "sandwich_norm"},
     "gpt_oss": {"model.mlp": "experts", "model.experts.mlp": "swiglu_clamped", "model.experts.use_bias": True,
@@ -225,13 +223,8 @@ def test_seeds_share_programs_and_decide_initial_parameters():
     assert bits(first) == bits(same)
     assert not np.array_equal(by_path(first)["token_embedding/embedding"], by_path(other)["token_embedding/embedding"])
     # Nor does what they log, read, validate and keep make another program.
-    changes = {
-        "train.seed": 1,
-        "data.seed": 1,
-        "train.eval_every_steps": 5,
-        "train.keep_checkpoints": 1,
-        "data.bos": True,
-    }
+    changes = {"train.seed": 1, "data.seed": 1, "data.bos": True}
+    changes |= {"train.eval_every_steps": 5, "train.keep_checkpoints": 1}
     changes |= {"train.log_every_steps": 3, "train.probe_every_steps": 7, "train.checkpoint_every_steps": 50}
     assert build(replace(CONFIG, changes)) is build(CONFIG)
     others = {"model.norm_eps": 1e-3, "optim.b1": 0.5, "train.steps": 11, "train.accumulation_steps": 2}
@@ -270,12 +263,10 @@ def test_targets_that_a_relaxed_mask_shows_are_uncounted(k):
 # The optimizer.
 
 
-@pytest.mark.parametrize(("t", "fraction"), [(0, 0.0), (1, 0.25), (4, 1.0), (8, 0.1 + 0.9 * 0.5), (12, 0.1), (50, 0.1)])
-def test_learning_rate_warms_up_then_falls(t, fraction):
-    schedule = learning_rate_schedule(
-        OptimConfig(learning_rate=2e-3, warmup_steps=4, final_learning_rate_fraction=0.1), steps=12
-    )
-    assert float(schedule(t)) == pytest.approx(2e-3 * fraction, rel=1e-5)
+def test_learning_rate_warms_up_then_falls():
+    config = OptimConfig(learning_rate=2e-3, warmup_steps=4, final_learning_rate_fraction=0.1)
+    rates = [float(learning_rate_schedule(config, steps=12)(t)) for t in (0, 1, 4, 8, 12, 50)]
+    np.testing.assert_allclose(rates, 2e-3 * np.array([0.0, 0.25, 1.0, 0.1 + 0.9 * 0.5, 0.1, 0.1]), rtol=1e-5)
 
 
 def test_clipping_bounds_the_update():
@@ -325,18 +316,13 @@ OPTIMIZERS = {
     "sgd": ({}, [], None),
     "momentum": ({"optimizer": "sgd", "momentum": 0.7}, [optax.trace(0.7)], "trace"),
     "lion": ({}, [optax.scale_by_lion(0.8, 0.95)], None),
+    "rmsprop": ({}, [optax.scale_by_rms(0.95, 1e-6, eps_in_sqrt=False, bias_correction=True)], None),
     "imported": ({"optimizer": "test_train:lamb"}, [ADAM, optax.scale_by_trust_ratio()], None),
-    "rotated_lion": (
-        {"optimizer": "lion", "rotated": True},
-        [rotate(ROTATION), optax.scale_by_lion(0.8, 0.95), unrotate(ROTATION)],
-        "inner/mu",
-    ),
-    "muon": (
-        {"momentum": 0.7},
-        [optax.partition({True: optax.chain(MUON, optax.scale(-1.0)), False: ADAM}, IS_KERNEL)],
-        None,
-    ),
-}
+    "rotated_lion": ({"optimizer": "lion", "rotated": True},
+                     [rotate(ROTATION), optax.scale_by_lion(0.8, 0.95), unrotate(ROTATION)], "inner/mu"),
+    "muon": ({"momentum": 0.7}, [optax.partition(
+        {True: optax.chain(MUON, optax.scale(-1.0)), False: ADAM}, IS_KERNEL)], None),
+}  # fmt: skip
 
 
 def random_tree(seed):
@@ -371,13 +357,30 @@ def test_three_steps_equal_a_chain_built_by_hand(name):
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params), strict=True))
     # The state has plain names.
     state = optimizer.init(params)
-    assert list(state) == [
-        "clip",
-        config.optimizer.rpartition(":")[2],
-        *(["weight_decay"] if config.weight_decay else []),
-        "learning_rate",
-    ]
+    decay = ["weight_decay"] if config.weight_decay else []
+    assert list(state) == ["clip", config.optimizer.rpartition(":")[2], *decay, "learning_rate"]
     assert moment is None or f"{config.optimizer}/{moment}/layers_0/mlp/input/kernel" in by_path(state)
+
+
+@pytest.mark.parametrize("path", ["mlp/w", "layers/norm/weight"])
+def test_muon_refuses_a_model_whose_names_it_does_not_know(path):
+    """Every parameter of which would silently get Adam."""
+    with pytest.raises(UserError, match=f"'{path}'"):
+        optimizer_of(OptimConfig(optimizer="muon"), 200).init({path: jnp.ones((4, 4))})
+
+
+def test_momentum_is_the_optimizers_own_unless_it_is_set():
+    found = {name: OptimConfig(optimizer=name).momentum_or_default for name in ("muon", "sgd", "adam")}
+    assert found == {"muon": 0.95, "sgd": 0.0, "adam": None}
+    assert OptimConfig(optimizer="muon", momentum=0.0).momentum_or_default == 0.0
+    assert OptimConfig(optimizer="adam", momentum=0.0) == OptimConfig(optimizer="adam")  # as configs of 0.1.0 say
+    said = opening(replace(CONFIG, {"optim.optimizer": "muon", "optim.weight_decay": 0.25}))
+    assert any("muon, momentum 0.95, learning rate" in line and "weight decay 0.25" in line for line in said)
+
+
+def nested(path, leaf):
+    """Returns the tree of one leaf."""
+    return functools.reduce(lambda tree, key: {key: tree}, reversed(path.split("/")), leaf)
 
 
 @pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
@@ -403,62 +406,55 @@ def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(
 
     seen = [gradients(seed) for seed in range(3)]
     rate = optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t))
-    own = {
-        "adam": ADAM,
-        "muon": optax.chain(MUON, optax.scale(-1.0)),
-        "orthoadam": optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION)),
-    }
-    paths = by_path(seen[0])
-    tables = [path for path in paths if path.partition("/")[0] in ("token_embedding", "position_embedding", "head")]
-    expected = {path: of_tables if of_tables and path in tables else "adam" for path in paths}
-    expected["layers_0/mlp/input/kernel"] = "muon"
-    expected["head/kernel"] = of_tables or "muon"
+    own = {"adam": ADAM, "muon": optax.chain(MUON, optax.scale(-1.0))}
+    own["orthoadam"] = optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION))
+    labels = {path: of_tables or "adam" for path in by_path(seen[0])}
+    labels |= {"layers_0/mlp/input/kernel": "muon", "head/kernel": of_tables or "muon"}
+    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"}
     found = by_path(updates(optimizer_of(config, 10), seen))
-    for path, name in expected.items():
-        keys = path.split("/")
-
-        def alone(gradient, keys=keys):
-            for key in reversed(keys):
-                gradient = {key: gradient}
-            return gradient
-
-        subtrees = [alone(by_path(gradient)[path]) for gradient in seen]
-        wanted = by_path(updates(optax.chain(own[name], rate), subtrees))[path]
+    for path, name in labels.items():
+        alone = [nested(path, by_path(gradient)[path]) for gradient in seen]
+        wanted = by_path(updates(optax.chain(own[name], rate), alone))[path]
         np.testing.assert_allclose(found[path], wanted, rtol=1e-6, atol=1e-8, err_msg=f"{path} by {name}")
 
 
-@pytest.mark.parametrize("name", ["no.such.module:adam", "optax:no_such_function"])
+def test_muon_updates_stacked_layers_as_single_ones():
+    """Kernels [layers, in, out] by Muon, each layer for itself; vectors [layers, out], which have two axes, by Adam."""
+    optimizer = optimizer_of(OptimConfig(optimizer="muon", momentum=0.7, learning_rate=0.01, warmup_steps=0), 10)
+    sizes = (1.0, 1e-3, 30.0)  # of the layers' gradients
+
+    @jax.jit
+    def updates(first, second):
+        state = optimizer.update(first, optimizer.init(first), first)[1]
+        return optimizer.update(second, state, first)[0]
+
+    by_step = [[jax.tree.map(lambda x, s=s: s * x, random_tree(10 * step + i)["layers_0"]) for i, s in enumerate(sizes)]
+               for step in range(2)]  # fmt: skip
+    stacked = updates(*({"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)} for layers in by_step))
+    single = updates(*({f"layers_{i}": layer for i, layer in enumerate(layers)} for layers in by_step))
+    for i in range(len(sizes)):
+        layer = jax.tree.map(lambda x, i=i: x[i], stacked["layers"])
+        assert_trees_close(layer, single[f"layers_{i}"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-20, 0.0])
+def test_muon_is_blind_to_a_huge_gradient_beside(size):
+    config = OptimConfig(optimizer="muon", momentum=0.7, learning_rate=1.0, warmup_steps=0, clip_norm=1.0)
+    kernels = {name: jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32) for name in "ab"}
+    gradients = {name: {"kernel": kernels[name] * {"a": 1e8, "b": size}[name]} for name in "ab"}
+    optimizer = optimizer_of(config, 10)
+    found = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g)[0])(gradients)
+    a, b = (np.asarray(found[name]["kernel"]) for name in "ab")
+    np.testing.assert_allclose(b, a if size > 1e-20 else 0.0, rtol=0, atol=1e-3)  # 1e-29 after clipping: nothing
+    assert np.sqrt(np.mean(a**2)) == pytest.approx(0.2, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "name", ["no.such.module:adam", "optax:no_such_function", "os:getcwd", "os:sep", "builtins:repr", "optax:adam"]
+)
 def test_an_optimizer_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UserError, match=name):
         optimizer_of(OptimConfig(optimizer=name, warmup_steps=0), 10)
-
-
-def test_annealed_sinks_go_to_zero_on_a_line():
-    config = OptimConfig(optimizer="adam", learning_rate=0.01, warmup_steps=0, sink_anneal_steps=4)
-    tree = {"layers": {"attention": {"sink": jnp.array([[-8.0, -2.0]]), "kernel": jnp.ones((2, 2))}}}
-    gradients = jax.tree.map(jnp.ones_like, tree)
-    plain, annealed = (optimizer_of(dataclasses.replace(config, sink_anneal_steps=n), 10) for n in (0, 4))
-    params, states = [tree, tree], [plain.init(tree), annealed.init(tree)]
-    for step in range(1, 7):
-        for i, optimizer in enumerate((plain, annealed)):
-            updates, states[i] = optimizer.update(gradients, states[i], params[i])
-            params[i] = optax.apply_updates(params[i], updates)
-        one, other = (of["layers"]["attention"] for of in params)
-        np.testing.assert_array_equal(one["kernel"], other["kernel"])
-        np.testing.assert_allclose(other["sink"], max(0, 1 - step / 4) * np.array([[-8.0, -2.0]]), atol=1e-6)
-    assert np.any(one["sink"] != other["sink"])
-
-
-def test_rmsprop_equals_its_equation():
-    config = OptimConfig(optimizer="rmsprop", learning_rate=0.01, warmup_steps=0, b2=0.9, eps=1e-5, clip_norm=None)
-    x = np.asarray(random_tree(0)["token_embedding"]["embedding"], np.float64)
-    nu = np.zeros_like(x)
-    for t in range(3):
-        g = np.asarray(random_tree(t + 1)["token_embedding"]["embedding"], np.float64)
-        nu = 0.9 * nu + 0.1 * g**2
-        x -= float(learning_rate_schedule(config, 10)(t)) * g / (np.sqrt(nu / (1 - 0.9 ** (t + 1))) + 1e-5)
-    got = three_steps(optimizer_of(config, 10), random_tree(0))["token_embedding"]["embedding"]
-    np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6)
 
 
 # The rotation of our own parameters. Axes are counted from the end; None: left alone.
@@ -468,7 +464,6 @@ WRITER = {"output": (-1,), "input": (-2,), "both": (-2, -1), "d_model": (-1,), "
 EMBEDDING = dict.fromkeys(READER, (-1,))
 HEAD = dict.fromkeys(READER, (-2,)) | {"writers": None}
 ALONE = dict.fromkeys(READER)
-GATE = WRITER | {"writers": None}  # [rank, d_model], what it writes is no term of the residual stream
 IN_A_LAYER = {
     **{f"attention/{name}/kernel": READER for name in ("query", "key", "value", "gate")},
     **{f"mlp/{name}/kernel": READER for name in ("input", "gate")},
@@ -476,8 +471,6 @@ IN_A_LAYER = {
     **{f"attention/{name}/bias": ALONE for name in ("query", "key", "value", "gate", "output")},
     **{f"mlp/{name}/bias": ALONE for name in ("input", "gate", "output")},
     **{f"{norm}/{name}": ALONE for norm in ("attention_norm", "mlp_norm") for name in ("scale", "bias")},
-    **{f"{norm}_gate/input/kernel": READER for norm in ("attention_norm", "mlp_norm")},
-    **{f"{norm}_gate/output/kernel": GATE for norm in ("attention_norm", "mlp_norm")},
     "attention/sink": ALONE,
 }
 OUTSIDE = {
@@ -486,8 +479,6 @@ OUTSIDE = {
     "head/kernel": HEAD,
     "embedding_output/kernel": WRITER,
     "head_input/kernel": READER,
-    "final_norm_gate/input/kernel": READER,
-    "final_norm_gate/output/kernel": GATE,
     "final_norm/scale": ALONE,
     "final_norm/bias": ALONE,
 }
@@ -509,43 +500,6 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
         stacked = (0,) if scan and path.startswith("layers/") else ()
         wanted = RotatedAxes(tuple((axis % shape.ndim,) for axis in chosen), stacked) if chosen else None
         assert rule(path, shape) == wanted, path
-
-
-@pytest.mark.parametrize("axes", ["output", "d_model"])
-def test_every_parameter_and_every_layer_has_own_basis(axes):
-    model = dataclasses.replace(CONFIG.model, num_layers=3)
-    rule = make_rotation(RotationConfig(axes=axes, seed=0))
-    rotation = rotate(rule)
-    params = jax.tree.map(
-        lambda s: jnp.ones(s.shape), parameter_shapes(model),
-    )  # fmt: skip
-    updates, _ = jax.jit(rotation.update)(params, rotation.init(params))
-    rotated = []  # ones in each basis of 16 channels
-    for path, leaf in by_path(updates).items():
-        if found := rule.axes(path, leaf):
-            ((axis,),) = found.groups
-            if leaf.shape[axis] == 16:
-                rotated.append(np.asarray(leaf).take(0, axis=1 - axis))
-    # Of 6 kernels in each layer those with 16 channels along the axis: the MLP's input has more outputs.
-    assert len(rotated) == 3 * (5 if axes == "output" else 6) + 2
-    assert all(np.max(np.abs(a - b)) > 0.1 for i, a in enumerate(rotated) for b in rotated[:i])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["haar", "hadamard"])
-def test_scanned_and_unrolled_models_train_alike_with_orthoadam(kind):
-    # A large eps, because Adam turns rounding noise into steps where a gradient is nearly 0.
-    changes = {"optim.optimizer": "orthoadam", "optim.learning_rate": 1e-2, "optim.eps": 1e-3, "model.num_layers": 2}
-    if kind == "haar":
-        changes |= {"optim.rotation.kind": kind, "optim.rotation.axes": "both", "optim.weight_decay": 0.1}
-        changes["optim.rotation.seed"] = 1  # with 0 one scalar returns to where it was
-    unrolled, scanned = (replace(CONFIG, changes | {"model.scan_layers": scan}) for scan in (False, True))
-    a, b = fresh(unrolled), fresh(scanned)._replace(params=stack_layers(initial(unrolled).params))
-    for i in range(4):
-        (a, _), (b, _) = train_step(unrolled)(a, rows(i)), train_step(scanned)(b, rows(i))
-    assert_trees_close(a.params, unstack_layers(b.params), rtol=0, atol=2e-5)
-    moved = jax.tree.map(lambda x, y: float(np.max(np.abs(x - y))), a.params, initial(unrolled).params)
-    assert min(jax.tree.leaves(moved)) > 1e-4
 
 
 # Evaluation.
@@ -617,7 +571,7 @@ def test_a_setting_that_does_not_fit_is_refused():
 
 
 def test_further_settings_are_all_that_they_say():
-    model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model, 0.5))
+    model = loaded(CONFIG, drawn_params(CONFIG.model, 0.5))
     settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4", "fp8_e4m3_block128", "nvfp4")}
     found = rounded_perplexities(model, inputs(), settings)
     assert list(found) == [f"perplexity_{name}" for name in settings]
@@ -747,9 +701,8 @@ def test_metrics_are_those_of_their_own_step(tmp_path):
 def test_a_diverging_run_keeps_its_last_good_checkpoint(tmp_path, changes, what, step):
     start = {"optim.learning_rate": 1e30, "optim.warmup_steps": 2}
     config = replace(CONFIG, start | {"train.checkpoint_every_steps": 100} | changes)
-    with pytest.raises(
-        DivergedError, match=rf"({what}).* at step {step}.*\n.*what was saved before is kept"
-    ):  # maybe nothing
+    saved = "what was saved before is kept"  # maybe nothing
+    with pytest.raises(DivergedError, match=rf"({what}).* at step {step}.*\n.*{saved}"):
         train(config, inputs(), tmp_path)
     for line in lines(tmp_path):
         assert line["step"] <= step

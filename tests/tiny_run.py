@@ -91,3 +91,17 @@ def blank_state(config):
 def loaded(config, params):
     """Parameters as `orthojax.load` gives them."""
     return LoadedModel(Transformer(config.model), params, config, None, Path())
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step):
+    """A callback that ends a run after a step."""
+
+    def on_step(done, loss):
+        if done == step:
+            raise Stop
+
+    return on_step

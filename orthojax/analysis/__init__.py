@@ -30,6 +30,7 @@ from orthojax.analysis.attention import first_attention_mass as first_attention_
 from orthojax.analysis.attention import first_attention_mass_by_head as first_attention_mass_by_head
 from orthojax.analysis.attention import gu_sink_rate as gu_sink_rate
 from orthojax.analysis.attention import head_activity as head_activity
+from orthojax.analysis.attention import mean_weights_by_key as mean_weights_by_key
 from orthojax.analysis.attention import null_mass_by_head as null_mass_by_head
 from orthojax.analysis.attention import sink_rate as sink_rate
 from orthojax.analysis.backcopy import backcopy_excess_risk_nats as backcopy_excess_risk_nats
@@ -45,14 +46,12 @@ from orthojax.analysis.catalogue import compared_with as compared_with
 from orthojax.analysis.catalogue import conditions as conditions
 from orthojax.analysis.catalogue import define as define
 from orthojax.analysis.catalogue import label as label
+from orthojax.analysis.catalogue import limits as limits
 from orthojax.analysis.catalogue import show as show
 from orthojax.analysis.extremes import Extremes as Extremes
 from orthojax.analysis.extremes import largest_activations as largest_activations
 from orthojax.analysis.extremes import observe_extremes as observe_extremes
 from orthojax.analysis.extremes import secondary_sinks as secondary_sinks
-from orthojax.analysis.lens import Attribution as Attribution
-from orthojax.analysis.lens import logit_attribution as logit_attribution
-from orthojax.analysis.lens import logit_lens as logit_lens
 from orthojax.analysis.observe import Statistics as Statistics
 from orthojax.analysis.observe import combine as combine
 from orthojax.analysis.observe import concatenate as concatenate

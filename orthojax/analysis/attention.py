@@ -5,6 +5,8 @@ positions, S key positions. Rows need not sum to 1: softmax-1 and ReLU rows may 
 whose names end in `_by_head`, and null mass, entropy and activity, keep the axis N.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,19 +68,38 @@ def sink_rate(mass_by_head: ArrayLike, threshold: float = SINK) -> jax.Array:
     return jnp.mean(jnp.asarray(mass_by_head) > threshold, dtype=jnp.float32)
 
 
-def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool = False) -> jax.Array:
+def mean_weights_by_key(weights: ArrayLike, visible: ArrayLike | None = None) -> jax.Array:
+    """Mean weight on each key over the queries that see it: [B, N, S], at least float32; 0 for a key that none sees.
+
+    Args:
+      weights: Weights of one layer, [B, N, T, S].
+      visible: Which keys each query sees, bool, broadcast against [B, N, T, S]; None is a causal mask (T = S).
+    """
+    weights = at_least_float32(attention_weights(weights))
+    if visible is None:
+        if weights.shape[2] != weights.shape[3]:
+            raise ValueError(f"weights of shape {weights.shape}; allowed: as many queries as keys, or visible=...")
+        visible = jnp.tri(weights.shape[2], dtype=bool)[None, None]
+    queries = jnp.sum(jnp.broadcast_to(visible, (*jnp.shape(visible)[:2], *weights.shape[2:])), axis=2)
+    return jnp.sum(weights, axis=2) / jnp.maximum(queries, 1).astype(weights.dtype)
+
+
+def gu_sink_rate(
+    weights: ArrayLike, threshold: float = SINK, *, any_key: bool = False, visible: ArrayLike | None = None
+) -> jax.Array:
     """Share of (sequence, head) with an attention sink at key 0, or at any key.
 
     Definition: share of (sequence, layer, head) with alpha_k > 0.3, where alpha_k = 1 / (T - k) sum_{i >= k} A_ik is
     the mean weight on key k (from 0) over the T - k queries that see it (When Attention Sink Emerges in Language
-    Models, arXiv 2410.10781). `sink_rate` takes the mean over all sequences first. Definition here: `any_key` takes the
-    largest alpha_k over all keys, the last of which are means over few queries: the very last is one weight. The
-    weights must be causal: with another mask, more queries see key k.
+    Models, arXiv 2410.10781). `sink_rate` takes the mean over all sequences first. Definition here: with another mask,
+    such as a window, the mean is over the queries that see key k; `any_key` takes the largest alpha_k over all keys,
+    the last of which are means over few queries: the very last is one weight.
 
     Args:
-      weights: Weights of one layer, [B, N, T, T].
+      weights: Weights of one layer, [B, N, T, S].
       threshold: Must be exceeded; equality does not count.
       any_key: Whether key 0 or any key must exceed it.
+      visible: Which keys each query sees, bool, broadcast against [B, N, T, S]; None is a causal mask (T = S).
 
     Returns:
       A scalar in [0, 1], float32.
@@ -88,10 +109,7 @@ def gu_sink_rate(weights: ArrayLike, threshold: float = SINK, *, any_key: bool =
     >>> float(gu_sink_rate(own)), float(gu_sink_rate(own * 0.5)), float(gu_sink_rate(own * 0.5, any_key=True))
     (1.0, 0.0, 1.0)
     """
-    weights = at_least_float32(attention_weights(weights))
-    if weights.shape[2] != weights.shape[3]:
-        raise ValueError(f"weights of shape {weights.shape}; allowed: as many queries as keys")
-    alpha = jnp.sum(weights, axis=2) / jnp.arange(weights.shape[2], 0, -1, weights.dtype)[None, None]
+    alpha = mean_weights_by_key(weights, visible)
     alpha = jnp.max(alpha, axis=-1) if any_key else alpha[..., 0]
     return jnp.mean(alpha > threshold, dtype=jnp.float32)
 
@@ -113,6 +131,8 @@ def chance_of_first(
     >>> chance_of_first(4, causal=False)
     0.25
     """
+    if not 1 <= length < math.inf or not (window is None or window >= 1):
+        raise ValueError(f"length={length}, window={window}; allowed: 1 or more, and None or 1 or more")
     seen = np.arange(1, int(length) + 1) if causal else np.full(int(length), int(length))
     weights = 1.0 / (seen + (1.0 if softmax1 else n))
     return float(np.mean(weights if window is None else np.where(seen <= window, weights, 0.0)))

@@ -1,4 +1,4 @@
-"""The catalogue of metrics: label, unit, definition and level of chance of every name in results, logs and tables.
+"""The catalogue of metrics: label, unit, definition, range and level of chance of every name in results and tables.
 
 Names with a suffix or prefix are resolved to the entry that they modify: `kurtosis_first/layer_3`,
 `post_attention_kurtosis_first`, `rotated_kurtosis_first`, `perplexity_int8_coarse`, `perplexity_w4a8_with_head`.
@@ -8,9 +8,11 @@ with its equation and source.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -74,8 +76,12 @@ class Definition:
       definition: One sentence.
       chance: Conditions -> the value if nothing stands out; None without such a level.
       chance_words: The case that the level of chance describes.
-      group: "loss", "hidden states", "attention", "quantisation" or "training".
+      low: The smallest value that it may have, up to rounding.
+      high: The largest.
       source: Whose measure it is; "" if it is common or ours.
+      curves: The metric whose picture of curves, over layers or steps, has a panel for it; "" if it is not drawn.
+      log: Whether that picture has a logarithmic axis.
+      group: "loss", "hidden states", "attention", "quantisation" or "training".
     """
 
     name: str
@@ -84,8 +90,18 @@ class Definition:
     definition: str
     chance: Callable[[Conditions], float | None] | None = None
     chance_words: str = ""
-    group: str = ""
+    _: dataclasses.KW_ONLY
+    low: float = -math.inf
+    high: float = math.inf
     source: str = ""
+    curves: str = ""
+    log: bool = False
+    group: str = ""
+
+    @property
+    def fraction(self) -> bool:
+        """Whether it is a fraction of a whole, written in percent."""
+        return self.unit == "fraction"
 
 
 def _mean_over_layers(given: Conditions, n: float = 0.0) -> float:
@@ -115,30 +131,32 @@ def _bos_mass(given: Conditions, start: int = 0) -> float | None:
 
 _EQUAL, _ZERO, _GAUSSIAN = "if all logits are equal", "if all attention logits are 0", "for a Gaussian"
 _LAW = "for the law of the data"
+_OUTLIERS, _SINKS = "From Attention to Activation, arXiv 2410.17174", "Active-Dormant Attention Heads, arXiv 2410.13835"
+_KURTOSIS = f"{_OUTLIERS}, Eq. 2 and Table 2"
+_GU = "When Attention Sink Emerges in Language Models, arXiv 2410.10781"
 
 
 def _both(
-    name: str, label: str, definition: str, chance: Callable[[Conditions], float] | None = None
+    name: str, label: str, definition: str, chance: Callable[[Conditions], float] | None = None, **more: Any
 ) -> list[Definition]:
     """Returns the entries of a metric of the first token and of the others; {} in the definition stands for which."""
-    words = _GAUSSIAN if chance else ""
+    more = {"chance_words": _GAUSSIAN if chance else "", "curves": f"{name}_first", "log": True} | more
+    kinds = {"first": ("first token", "at position 0"), "rest": ("other tokens", "at later positions")}
     return [
-        Definition(f"{name}_first", f"{label}, first token", "", definition.format("at position 0"), chance, words),
-        Definition(
-            f"{name}_rest", f"{label}, other tokens", "", definition.format("at later positions"), chance, words
-        ),
+        Definition(f"{name}_{kind}", f"{label}, {which}", "", definition.format(where), chance, **more)
+        for kind, (which, where) in kinds.items()
     ]
 
 
 _LOSSES = [
     Definition("perplexity", "perplexity", "", "Exponential of the mean cross-entropy per token.",
-               lambda c: c.vocab_size, _EQUAL),
+               lambda c: c.vocab_size, _EQUAL, low=1),
     Definition("sliding_perplexity", "perplexity, sliding window", "",
                "Exponential of the mean cross-entropy of all tokens of a text, each in the first window that has it.",
-               lambda c: c.vocab_size, _EQUAL),
+               lambda c: c.vocab_size, _EQUAL, low=1),
     Definition("loss_nats", "loss (nats)", "nats", "Mean cross-entropy of the next token.",
-               lambda c: math.log(c.vocab_size), _EQUAL),
-    Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text."),
+               lambda c: math.log(c.vocab_size), _EQUAL, low=0, curves="loss_nats"),
+    Definition("bits_per_byte", "bits per byte", "bits", "Cross-entropy per byte of the text.", low=0),
     Definition("backcopy_risk_nats", "backcopy risk (nats)", "nats",
                "Cross-entropy under the law of the data where the task is to copy."),
     Definition("backcopy_excess_risk_nats", "backcopy excess risk (nats)", "nats",
@@ -147,24 +165,28 @@ _LOSSES = [
                "Cross-entropy above that of the law of the data at all other tokens.", lambda c: 0.0, _LAW),
 ]  # fmt: skip
 _HIDDEN_STATES = [
-    *_both("kurtosis", "kurtosis", "Raw kurtosis over channels {}, mean over sequences and layers.", lambda c: 3.0),
+    *_both("kurtosis", "kurtosis", "Raw kurtosis over channels {}, mean over sequences and layers.", lambda c: 3.0,
+           low=0, source=_KURTOSIS),
     Definition("kurtosis_pooled", "kurtosis, all tokens", "",
-               "Raw kurtosis over channels, mean over all positions, sequences and layers.", lambda c: 3.0, _GAUSSIAN),
-    *_both("max_abs", "max |activation|", "Largest |x| over channels {}, mean over sequences and layers."),
+               "Raw kurtosis over channels, mean over all positions, sequences and layers.", lambda c: 3.0, _GAUSSIAN,
+               low=0, source=_KURTOSIS),
+    *_both("max_abs", "max |activation|", "Largest |x| over channels {}, mean over sequences and layers.",
+           low=0, source=f"{_OUTLIERS}, Table 2"),
     Definition("max_abs_first_maximum", "max |activation| over the whole set, first token", "",
-               "Largest |x| at position 0 of all sequences and layers; grows with their number."),
+               "Largest |x| at position 0 of all sequences and layers; grows with their number.", low=0),
     Definition("max_abs_rest_maximum", "max |activation| over the whole set, other tokens", "",
-               "Largest |x| at later positions of all sequences and layers; grows with their number."),
+               "Largest |x| at later positions of all sequences and layers; grows with their number.", low=0),
     *_both("norm_ratio", "max / l2 norm", "max|x| / ||x||_2 {}, mean over sequences and layers.",
-           lambda c: gaussian_norm_ratio(c.d_model)),
-    *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers."),
+           lambda c: gaussian_norm_ratio(c.d_model), low=0, source=f"{_OUTLIERS}, section 4.2", curves=""),
+    *_both("residual_norm", "residual norm", "||x||_2 after a block {}, mean over sequences and layers.",
+           source=f"{_SINKS}, residual-state peaks"),
 ]  # fmt: skip
 _SPECIAL = [
     Definition("kurtosis_special", "kurtosis, special tokens", "",
                "Raw kurtosis over channels at later special tokens, such as separators, mean over layers.",
-               lambda c: 3.0, _GAUSSIAN),
+               lambda c: 3.0, _GAUSSIAN, low=0),
     Definition("max_abs_special", "max |activation|, special tokens", "",
-               "Largest |x| over channels at a later special token, mean over them and layers."),
+               "Largest |x| over channels at a later special token, mean over them and layers.", low=0),
 ]  # fmt: skip
 _PEAKS = [
     Definition("residual_peak", "residual norm, <s> less others", "", "Residual norm of <s> less the others' mean."),
@@ -174,28 +196,35 @@ _PEAKS = [
 _PREDICTORS = [  # the excess kurtosis of a Gaussian is nearly normal, with variance 24 / D
     Definition("osp_kurtosis", "excess kurtosis of OSP", "",
                "mean(x^4) / std(x)^4 - 3 over channels, at least 0 and not centred, mean over tokens, embeddings and "
-               "layers.", lambda c: math.sqrt(12 / (math.pi * c.d_model)), "about, for a wide Gaussian"),
+               "layers.", lambda c: math.sqrt(12 / (math.pi * c.d_model)), "about, for a wide Gaussian",
+               low=0, source="Outlier-Safe Pre-Training, arXiv 2506.19697, its code"),
     Definition("max_over_median", "max / median |activation|", "",
                "max|x| / median|x| of a layer's input, mean over sequences and layers.",
-               lambda c: gaussian_max_over_median(c.d_model * c.length), _GAUSSIAN),
+               lambda c: gaussian_max_over_median(c.d_model * c.length), _GAUSSIAN,
+               low=1, source="Beyond Outliers, arXiv 2509.23500"),
 ]  # fmt: skip
 _ATTENTION = [
     Definition("first_attention_fraction", "first token gets most attention", "fraction",
                "Fraction of (query, head) pairs whose strictly largest weight is on key 0.",
-               _most_attended, "by chance"),
+               _most_attended, "by chance", low=0, high=1, source=f"{_OUTLIERS}, Table 2",
+               curves="first_attention_fraction"),
     Definition("first_attention_mass", "attention mass on the first token", "fraction",
-               "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO),
+               "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO,
+               curves="first_attention_fraction"),  # weights of ReLU attention may exceed 1
     Definition("sink_rate", "sink heads", "fraction",
-               "Fraction of heads whose mean weight on key 0 is above 0.3."),
+               "Fraction of heads whose mean weight on key 0 is above 0.3.", low=0, high=1),
     Definition("gu_sink_rate", "sinks at the first token", "fraction",
-               "Fraction of (sequence, head) whose mean weight on key 0 is above 0.3."),
+               "Fraction of (sequence, head) whose mean weight on key 0 is above 0.3.", low=0, high=1, source=_GU),
     Definition("gu_sink_rate_any", "sinks at any token", "fraction",
-               "Fraction of (sequence, head) whose mean weight on a key, over the queries that see it, is above 0.3."),
+               "Fraction of (sequence, head) whose mean weight on a key, over the queries that see it, is above 0.3.",
+               low=0, high=1, source=_GU),
     Definition("null_mass", "attention to no token", "fraction", "1 - sum of a row of weights, mean over queries."),
     Definition("attention_entropy_nats", "entropy of attention (nats)", "nats",
-               "Entropy of a row of weights, the unused mass as one more key."),
-    *_both("value_norm", "value norm", "||W_o v||_2 of the value {}, mean over heads, sequences and layers."),
-    Definition("value_drain", "value norm, <s> over others", "", "Value norm of <s> over the others' mean."),
+               "Entropy of a row of weights, the unused mass as one more key.", curves="attention_entropy_nats"),
+    *_both("value_norm", "value norm", "||W_o v||_2 of the value {}, mean over heads, sequences and layers.",
+           source=f"{_SINKS}, value-state drains"),
+    Definition("value_drain", "value norm, <s> over others", "", "Value norm of <s> over the others' mean.",
+               source=f"{_SINKS}, value-state drains"),
     Definition("sink_attention", "attention of non-triggers to <s>, its own row with it", "fraction",
                "Mean weight on <s> at tokens that are no triggers, mean over heads, largest over layers.",
                _bos_mass, _ZERO),
@@ -204,7 +233,7 @@ _ATTENTION = [
     Definition("sink_logit", "logit on <s>", "", "Mean attention logit on <s> at tokens that are no triggers."),
     Definition("sink_logit_gap", "sink logit gap", "",
                "Attention logit on key 0 less the mean over keys between it and the query, triggers left out.",
-               lambda c: 0.0, _EQUAL),
+               lambda c: 0.0, _EQUAL, source=f"{_SINKS}, Delta logit", curves="sink_logit_gap"),
     Definition("sink_logit_gap_tokens", "sink logit gap, mean over tokens", "",
                "`sink_logit_gap` with equal weight on each token of the vocabulary.", lambda c: 0.0, _EQUAL),
     *(Definition(f"sink_logit_gap_q{q}", f"sink logit gap, {q}% quantile over tokens", "",
@@ -214,15 +243,18 @@ _ATTENTION = [
     Definition("other_logit_spread", "spread of logits on other tokens", "",
                "Standard deviation over queries of the logit on one token as key, mean over tokens."),
     Definition("active_at_triggers", "heads active at triggers", "fraction",
-               "Fraction of trigger queries at which a head writes a tenth of its largest activity or more."),
+               "Fraction of trigger queries at which a head writes a tenth of its largest activity or more.",
+               low=0, high=1),
     Definition("active_elsewhere", "heads active at other tokens", "fraction",
-               "Fraction of other queries at which a head writes a tenth of its largest activity or more."),
+               "Fraction of other queries at which a head writes a tenth of its largest activity or more.",
+               low=0, high=1),
 ]  # fmt: skip
 _TRAINING = [
     Definition("validation_loss_nats", "held-out loss (nats)", "nats", "Mean cross-entropy on held-out tokens.",
-               lambda c: math.log(c.vocab_size), _EQUAL),
+               lambda c: math.log(c.vocab_size), _EQUAL, low=0, curves="loss_nats"),
     Definition("learning_rate", "learning rate", "", "Learning rate of the step."),
-    Definition("grad_norm", "gradient norm", "", "l2 norm of the gradient of all parameters."),
+    Definition("grad_norm", "gradient norm", "", "l2 norm of the gradient of all parameters.", curves="grad_norm",
+               log=True),
     Definition("tokens_per_second", "tokens per second", "tokens/s", "Training tokens per second since the last line."),
     Definition("mfu", "MFU", "fraction", "Model FLOP/s over the peak of the device."),
     Definition("d_model", "width D", "", "Channels of a hidden state."),
@@ -232,23 +264,8 @@ _TRAINING = [
 HIDDEN_STATES = tuple(d.name for d in _HIDDEN_STATES)  # functions of `activations` have these names
 _GROUPS = {"loss": _LOSSES, "hidden states": _HIDDEN_STATES + _SPECIAL + _PEAKS + _PREDICTORS, "attention": _ATTENTION}
 _GROUPS |= {"training": _TRAINING}
-_OUTLIERS, _SINKS = "From Attention to Activation, arXiv 2410.17174", "Active-Dormant Attention Heads, arXiv 2410.13835"
-_GU = "When Attention Sink Emerges in Language Models, arXiv 2410.10781"
-_SOURCES = {
-    **dict.fromkeys(("kurtosis_first", "kurtosis_rest", "kurtosis_pooled"), f"{_OUTLIERS}, Eq. 2 and Table 2"),
-    **dict.fromkeys(("max_abs_first", "max_abs_rest", "first_attention_fraction"), f"{_OUTLIERS}, Table 2"),
-    **dict.fromkeys(("norm_ratio_first", "norm_ratio_rest"), f"{_OUTLIERS}, section 4.2"),
-    **dict.fromkeys(("value_norm_first", "value_norm_rest", "value_drain"), f"{_SINKS}, value-state drains"),
-    **dict.fromkeys(("residual_norm_first", "residual_norm_rest"), f"{_SINKS}, residual-state peaks"),
-    "sink_logit_gap": f"{_SINKS}, Delta logit",
-    **dict.fromkeys(("gu_sink_rate", "gu_sink_rate_any"), _GU),
-    "osp_kurtosis": "Outlier-Safe Pre-Training, arXiv 2506.19697, its code",
-    "max_over_median": "Beyond Outliers, arXiv 2509.23500",
-}
 CATALOGUE: dict[str, Definition] = {
-    d.name: dataclasses.replace(d, group=group, source=_SOURCES.get(d.name, ""))
-    for group, entries in _GROUPS.items()
-    for d in entries
+    d.name: dataclasses.replace(d, group=group) for group, entries in _GROUPS.items() for d in entries
 }
 _PREFIXES = {"post_attention_": "after attention", "rotated_": "in the optimizer's basis"}
 
@@ -282,7 +299,7 @@ def _quantised(setting: str) -> Definition:
     layers = "linear layers and the output head" if head else "linear layers"
     definition = f"Perplexity with {layers} quantised as {words} in `orthojax.quant`."
     label = f"perplexity, {words}, with the head" if head else f"perplexity, {words}"
-    return Definition("", label, "", definition, group="quantisation")
+    return Definition("", label, "", definition, low=1, group="quantisation")
 
 
 def label(name: str) -> str:
@@ -293,6 +310,17 @@ def label(name: str) -> str:
     """
     found = define(name)
     return name.replace("_", " ") if found is None else found.label
+
+
+@functools.cache
+def limits(name: str) -> tuple[float, float]:
+    """Returns the smallest and the largest value that a metric may have; for an unknown one, any.
+
+    >>> limits("sink_rate/layer_0"), limits("perplexity"), limits("of_an_experiment")
+    ((0, 1), (1, inf), (-inf, inf))
+    """
+    found = define(name.partition("/")[0])
+    return (-math.inf, math.inf) if found is None else (found.low, found.high)
 
 
 def chance(name: str, given: Conditions) -> float | None:
@@ -314,7 +342,7 @@ def show(name: str, value: float) -> str:
     ('4.16', '14,732', '28.1%')
     """
     found = define(name)
-    return share(value) if found is not None and found.unit == "fraction" else number(value)
+    return share(value) if found is not None and found.fraction else number(value)
 
 
 def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) -> str:

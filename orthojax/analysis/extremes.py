@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.analysis.attention import SINK
+from orthojax.analysis.attention import SINK, mean_weights_by_key
 from orthojax.model import Taps
 from orthojax.ops.statistics import at_least_float32
 
@@ -30,11 +30,10 @@ class Extremes(NamedTuple):
 def observe_extremes(taps: Taps) -> Extremes:
     """Reduces one layer of a causal model to its largest activations and most attended keys.
 
-    A key's mean weight is defined as in `gu_sink_rate`: alpha_k = 1 / (T - k) sum_{i >= k} A_ik.
+    A key's mean weight, over the queries that see it, is alpha_k of `gu_sink_rate`.
     """
     x = jnp.abs(at_least_float32(taps.residual))
-    weights = at_least_float32(taps.attention_weights)
-    alpha = jnp.sum(weights, axis=2) / jnp.arange(weights.shape[3], 0, -1, weights.dtype)[None, None]
+    alpha = mean_weights_by_key(taps.attention_weights, taps.visible)
     return Extremes(
         magnitude=jnp.max(x, axis=-1),
         channel=jnp.argmax(x, axis=-1).astype(jnp.int32),

@@ -1,8 +1,11 @@
 """Checks of ranks and shapes, which every metric makes on its arrays; a wrong one raises ValueError."""
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+
+_LOWEST_WEIGHT = -0.18  # of GELU attention; of logits many are lower
 
 
 def of_one_layer(array: ArrayLike, what: str, axes: str, **at_least: int) -> jax.Array:
@@ -26,8 +29,14 @@ def value_norms(norms: ArrayLike, *, at_least: int = 1) -> jax.Array:
 
 
 def attention_weights(weights: ArrayLike) -> jax.Array:
-    """Checks attention weights of one layer, [B, N, T, S]; rows may sum to anything, as normalizers differ."""
-    return of_one_layer(weights, "attention weights", "B, N, T, S")
+    """Checks attention weights of one layer, [B, N, T, S]; rows may sum to anything, as normalizers differ.
+
+    Logits in their place are refused where the numbers are known, which is not inside of jit.
+    """
+    array = of_one_layer(weights, "attention weights", "B, N, T, S")
+    if not isinstance(array, jax.core.Tracer) and array.size and jnp.min(array) < _LOWEST_WEIGHT:
+        raise ValueError("attention weights are negative; allowed: the output of a normalizer, not logits")
+    return array
 
 
 def triggers(is_trigger: ArrayLike, shape: tuple[int, ...]) -> jax.Array:

@@ -96,7 +96,7 @@ def observe_language_model(
     if by_head:
         means |= _heads(taps)
         sums["sink_logit_gap"] = sink_logits.sink_logit_gap_sum(
-            taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool)
+            taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool), visible=taps.visible
         )
         maximum[_BY_CHANNEL] = jnp.max(jnp.abs(taps.residual.astype(jnp.float32)), axis=(0, 1))
     return _statistics(taps.residual.shape[0], means, sums, maximum, jnp.any(taps.visible))
@@ -124,8 +124,8 @@ def observe_predictors(taps: Taps) -> Statistics:
         "osp_kurtosis": activations.osp_kurtosis(taps.residual),
         _OSP_BEFORE: activations.osp_kurtosis(taps.residual_before),
         "max_over_median": activations.max_over_median(taps.residual_before),
-        "gu_sink_rate": attention.gu_sink_rate(taps.attention_weights),
-        "gu_sink_rate_any": attention.gu_sink_rate(taps.attention_weights, any_key=True),
+        "gu_sink_rate": attention.gu_sink_rate(taps.attention_weights, visible=taps.visible),
+        "gu_sink_rate_any": attention.gu_sink_rate(taps.attention_weights, any_key=True, visible=taps.visible),
     }
     return _statistics(taps.residual.shape[0], means, {}, {}, jnp.any(taps.visible))
 
@@ -161,11 +161,11 @@ def observe_backcopy(
         sums = {
             "sink_attention": backcopy.sink_attention_sum(weights, is_trigger, bos_count),
             "sink_attention_rest": backcopy.sink_attention_sum(weights, is_trigger, bos_count, own_rows=False),
-            "sink_logit_gap": sink_logits.sink_logit_gap_sum(logits, is_trigger, bos_count),
+            "sink_logit_gap": sink_logits.sink_logit_gap_sum(logits, is_trigger, bos_count, taps.visible),
             "activity": (attention.activity_histogram(activity, domain, 2), jnp.ones((), jnp.int32)),
         }
         if tokens is not None:
-            sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count)
+            sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count, taps.visible)
         return _statistics(taps.residual.shape[0], means, sums, {}, jnp.any(taps.visible))
 
     return observe

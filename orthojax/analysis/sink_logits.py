@@ -21,29 +21,40 @@ ONLY_SUMS = ("sink_logit_squared", "gap_of_token", "logit_of_token", "logit_of_t
 
 
 def _split(
-    logits: ArrayLike, is_trigger: ArrayLike, bos_count: int
+    logits: ArrayLike, is_trigger: ArrayLike, bos_count: int, visible: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns logits on BOS [B, N, T] and all keys [B, N, T, S]; masks of keys between [T, S] and of queries [B, T]."""
+    """Returns logits on BOS [B, N, T] and all keys [B, N, T, S]; masks of keys between and of queries.
+
+    The masks are [1 or B, T, S] and [B, T].
+    """
     logits, n = at_least_float32(of_one_layer(logits, "attention logits", "B, N, T, S")), max(1, bos_count)
     query, key = jnp.arange(logits.shape[-2])[:, None], jnp.arange(logits.shape[-1])[None]
-    between = (key >= n) & (key < query)  # logits come before the mask: later keys hold anything
+    between = ((key >= n) & (key < query))[None]  # logits come before the mask: later keys hold anything
     on_bos = logits[..., 0] if n == 1 else jax.nn.logsumexp(logits[..., :n], axis=-1)
     dormant = ~triggers(is_trigger, (logits.shape[0], logits.shape[2])) & (query[:, 0] > n)[None]
+    if visible is not None:
+        seen = jnp.broadcast_to(visible, (*jnp.shape(visible)[:2], *logits.shape[2:]))[:, 0]
+        between, dormant = between & seen, dormant & jnp.all(seen[..., :n], axis=-1)
+        dormant = dormant & jnp.any(between, axis=-1)
     return on_bos, logits, between, dormant
 
 
 def _gap(on_bos: jax.Array, logits: jax.Array, between: jax.Array) -> jax.Array:
     number = jnp.maximum(jnp.sum(between, axis=-1), 1).astype(logits.dtype)
-    return on_bos - jnp.sum(logits, axis=-1, where=between) / number[None, None]
+    return on_bos - jnp.sum(logits, axis=-1, where=between[:, None]) / number[:, None]
 
 
-def sink_logit_gap_sum(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> SumAndCount:
+def sink_logit_gap_sum(
+    logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1, visible: ArrayLike | None = None
+) -> SumAndCount:
     """`sink_logit_gap` as (sum by head [N], number of non-trigger queries with a key between BOS and themselves)."""
-    on_bos, logits, between, dormant = _split(logits, is_trigger, bos_count)
+    on_bos, logits, between, dormant = _split(logits, is_trigger, bos_count, visible)
     return by_head(_gap(on_bos, logits, between), dormant)
 
 
-def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1) -> jax.Array:
+def sink_logit_gap(
+    logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1, visible: ArrayLike | None = None
+) -> jax.Array:
     """Logit on BOS minus the mean of the others, at queries at which the head should be dormant.
 
     Definition: for a query i >= 2 the logit on key 0 minus the mean logit of keys 1 .. i - 1 (neither BOS nor itself),
@@ -55,15 +66,22 @@ def sink_logit_gap(logits: ArrayLike, is_trigger: ArrayLike, bos_count: int = 1)
       logits: Scaled attention logits, before the mask, [B, N, T, S].
       is_trigger: The mask of tokens that are triggers, bool [B, T].
       bos_count: BOS tokens at the start; without one the first token takes their place.
+      visible: Which keys each query sees, bool [1 or B, 1, T, S], such as a window; a query that does not see BOS, or
+        no key between, does not count. None is a causal mask.
 
     Returns:
       nan if no query qualifies.
     """
-    return mean_over_heads(sink_logit_gap_sum(logits, is_trigger, bos_count))
+    return mean_over_heads(sink_logit_gap_sum(logits, is_trigger, bos_count, visible))
 
 
 def logit_sums(
-    logits: ArrayLike, tokens: ArrayLike, is_trigger: ArrayLike, vocab_size: int, bos_count: int = 1
+    logits: ArrayLike,
+    tokens: ArrayLike,
+    is_trigger: ArrayLike,
+    vocab_size: int,
+    bos_count: int = 1,
+    visible: ArrayLike | None = None,
 ) -> dict[str, SumAndCount]:
     """Sums the logits of one batch for `logit_summary`, with tokens int [B, T] of V ids; sums of two batches add up.
 
@@ -72,10 +90,10 @@ def logit_sums(
       queries; `gap_of_token` over the queries of each token, [V, N] and [V]; `logit_of_token` and
       `logit_of_token_squared` over the pairs of a query and another key, by the token of the key, [V, N] and [V].
     """
-    on_bos, logits, between, dormant = _split(logits, is_trigger, bos_count)
+    on_bos, logits, between, dormant = _split(logits, is_trigger, bos_count, visible)
     token = jax.nn.one_hot(tokens, vocab_size, dtype=logits.dtype)  # [B, T, V]
     of_queries = jnp.where(dormant[..., None], token, 0.0)
-    pairs = dormant[..., None] & between[None]
+    pairs = dormant[..., None] & between
     counted = jnp.where(pairs[:, None], logits, 0.0)
     gap = jnp.where(dormant[:, None], _gap(on_bos, logits, between), 0.0)  # 0 times nan would be nan
     of_keys = jnp.sum(pairs, axis=1, dtype=jnp.int32)[..., None] * token.astype(jnp.int32)

@@ -43,11 +43,13 @@ class Summary(NamedTuple):
 
 
 _HIDDEN = tuple(name for name in HIDDEN_STATES if name.endswith(("_first", "_rest")))
-_LOWEST_WEIGHT = -0.18  # of GELU attention; if logits are passed by mistake, many are lower
 
 
-def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
-              weights: ArrayLike | Sequence[ArrayLike] | None = None) -> Summary:  # fmt: skip
+def summarize(
+    hidden: ArrayLike | Sequence[ArrayLike] | None = None,
+    weights: ArrayLike | Sequence[ArrayLike] | None = None,
+    attention_mask: ArrayLike | None = None,
+) -> Summary:
     """Tabulates outliers of hidden states and attention to the first token, for any arrays.
 
     The functions of the same names in `orthojax.analysis` define its rows. A single layer may be passed by itself.
@@ -55,10 +57,12 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
     Args:
       hidden: Hidden states after each block, [L, B, T, D] or L arrays [B, T, D].
       weights: Attention weights, [L, B, N, T, S] or L arrays [B, N, T, S].
+      attention_mask: For padded rows, left or right: [B, T], 1 or True for tokens and 0 for padding. The first token
+        is then the first one that is no padding, and numbers are means over rows of means over a row's tokens.
 
     Raises:
       ValueError: For other shapes, numbers that are not finite, logits in place of weights, hidden states and weights
-        of different batches, or if neither is given.
+        of different batches, a mask with gaps, or if neither is given.
 
     >>> x = np.random.default_rng(0).normal(size=(2, 4, 16, 512))  # two layers, four sequences
     >>> x[:, :, 0, 7] = 50.0  # an outlier channel of the first token
@@ -79,7 +83,25 @@ def summarize(hidden: ArrayLike | Sequence[ArrayLike] | None = None,
         if probabilities[0].shape[3] != T:
             keys = probabilities[0].shape[3]
             raise ValueError(f"weights over {keys} keys, hidden states of {T} positions; allowed: [L, B, N, T, T]")
-    return Summary([*_of_hidden(states), *_of_weights(probabilities)])
+    rows = [(slice(None), slice(None))]  # of each part: which rows, and which of their positions
+    if attention_mask is not None:
+        first = (states or probabilities)[0]
+        rows = _tokens_of(np.asarray(attention_mask), (first.shape[0], first.shape[1 if states else 2]))
+    return Summary([
+        *_of_hidden([[layer[row, own] for row, own in rows] for layer in states]),
+        *_of_weights([[layer[row, :, own, own] for row, own in rows] for layer in probabilities]),
+    ])  # fmt: skip
+
+
+def _tokens_of(mask: np.ndarray, shape: tuple[int, int]) -> list[tuple[slice, slice]]:
+    """Returns each row and its positions that are no padding."""
+    if mask.shape != shape or not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"attention_mask {mask.dtype} {list(mask.shape)}; allowed: 0 and 1, {list(shape)}")
+    steps = np.diff(mask.astype(int), axis=1, prepend=0, append=0)
+    if ((steps == 1).sum(1) != 1).any():
+        raise ValueError("attention_mask has rows with gaps or without tokens; allowed: padding on the left or right")
+    ends = zip(np.argmax(steps == 1, 1), np.argmax(steps == -1, 1), strict=True)
+    return [(slice(row, row + 1), slice(start, stop)) for row, (start, stop) in enumerate(ends)]
 
 
 def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
@@ -102,43 +124,49 @@ def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
     return [jnp.asarray(of) for of in given]
 
 
-def _of_hidden(layers: Sequence[ArrayLike]) -> list[Row]:
+_Parts = Sequence[Sequence[jax.Array]]  # of each layer, the whole batch or, if it is padded, each row
+
+
+def _of_hidden(layers: _Parts) -> list[Row]:
     if not layers:
         return []
-    _, T, D = np.shape(layers[0])
-    given = Conditions(length=T, d_model=D, vocab_size=0)
     found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
-    levels = {name: level for name in _HIDDEN if (level := chance(name, given)) is not None}
+    shapes = [np.shape(part) for part in layers[0]]
+    levels = {}
+    for name in _HIDDEN:
+        of_parts = [chance(name, Conditions(length=T, d_model=D, vocab_size=0)) for _, T, D in shapes]
+        known = [level for level in of_parts if level is not None]
+        levels |= {name: float(np.mean(known))} if len(known) == len(of_parts) else {}
     levels["residual_norm_first"] = float(found["residual_norm_rest"].mean())
     return _rows(found, levels)
 
 
-def _of_weights(layers: Sequence[ArrayLike]) -> list[Row]:
+def _of_weights(layers: _Parts) -> list[Row]:
     if not layers:
         return []
-    if min(float(jnp.min(jnp.asarray(layer))) for layer in layers) < _LOWEST_WEIGHT:
-        raise ValueError("attention weights are negative; allowed: the output of a normalizer, not logits")
-    of = (attention.first_attention_fraction, attention.first_attention_mass)
-    found = {metric.__name__: _by_layer(metric, layers) for metric in of}
-    found["sink_rate"] = _by_layer(lambda w: attention.sink_rate(attention.first_attention_mass_by_head(w)), layers)
-    return _rows(found, _chance(layers))
+    metrics = (attention.first_attention_fraction, attention.first_attention_mass)
+    found = {metric.__name__: _by_layer(metric, layers) for metric in metrics}
+    masses = [np.mean([attention.first_attention_mass_by_head(part) for part in parts], axis=0) for parts in layers]
+    found["sink_rate"] = np.array([float(attention.sink_rate(mass)) for mass in masses])
+    levels = [_chance(part) for part in layers[0]]
+    return _rows(found, {name: float(np.mean([level[name] for level in levels])) for name in levels[0]})
 
 
-def _by_layer(metric: Callable[[Any], Any], layers: Sequence[ArrayLike]) -> np.ndarray:
-    return np.array([float(metric(layer)) for layer in layers])
+def _by_layer(metric: Callable[[Any], Any], layers: _Parts) -> np.ndarray:
+    return np.array([np.mean([float(metric(part)) for part in parts]) for parts in layers])
 
 
 def _rows(found: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[Row]:
     return [Row(name, float(values.mean()), values, levels.get(name, math.nan)) for name, values in found.items()]
 
 
-def _chance(layers: Sequence[ArrayLike]) -> dict[str, float]:
+def _chance(layer: ArrayLike) -> dict[str, float]:
     """Returns the levels of chance that fit the weights: for causal weights, those of `chance_of_first`.
 
     Late queries that do not see the first key are taken as a window, and rows that sum to less than 1 as softmax-1; if
     they sum to more, the mass has no level of chance.
     """
-    weights = np.asarray(layers[0], np.float32)
+    weights = np.asarray(layer, np.float32)
     T, S = weights.shape[-2:]
     sums = weights.sum(-1)
     softmax = bool(np.allclose(sums, 1.0, atol=1e-2))

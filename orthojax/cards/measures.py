@@ -28,10 +28,9 @@ from orthojax.train.evaluation import (
     streamed_perplexities,
 )
 
-FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4",
-           "nvfp4")  # fmt: skip
+FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", *quant.FLOATS)
 QUICK = ("int8_coarse", "w4a4")
-ROTATED = ("int8_coarse", "w4a4", "mxfp4", "nvfp4")
+ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
 CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float
 SINKS = 4  # tokens that stay in view when a text is streamed
 _PROPAGATED, _PROPAGATED_ROWS, _STREAMED_ROWS = ("int8_coarse", "w4a4"), 2, 4

@@ -1,7 +1,7 @@
 """Tables and pictures of measured models and of cards, and the page that `orthojax analyze` writes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +18,6 @@ from orthojax.report.tables import Columns
 
 _SHOWN_HEADS, _SHOWN_TOKENS = 12, 64
 _QUANTISED = "perplexity_"  # how the names of metrics of quantised models begin
-# Metrics that share an axis, each in a panel of its own, and the scale of the axis.
-_CURVES: Sequence[tuple[str, Literal["linear", "log"]]] = (
-    ("loss_nats validation_loss_nats", "linear"),
-    ("first_attention_fraction first_attention_mass", "linear"),
-    ("sink_logit_gap", "linear"),
-    ("attention_entropy_nats", "linear"),
-    ("kurtosis_first kurtosis_rest", "log"),
-    ("max_abs_first max_abs_rest", "log"),
-    ("residual_norm_first residual_norm_rest", "log"),
-    ("value_norm_first value_norm_rest", "log"),
-    ("grad_norm", "log"),
-)
 
 
 def report(
@@ -205,23 +193,22 @@ def _head_table(name: str, measured: Measured) -> Table:
 
 
 def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_label: str) -> list[Picture]:
-    """Draws metrics over layers or steps, one picture for all that share an axis, with a panel for each metric.
+    """Draws metrics over layers or steps in the pictures that the catalogue says, with a panel for each metric.
 
     `curves` is label -> x -> metrics; a metric is drawn if at least two x have it.
     """
+    drawn = [metric for metric in analysis.CATALOGUE.values() if metric.curves]
     pictures = []
-    for metrics, scale in _CURVES:
+    for name, log in {metric.curves: metric.log for metric in drawn}.items():
         panels: dict[str, dict[str, figures.Curve]] = {}
-        for metric in metrics.split():
+        for metric in (metric for metric in drawn if metric.curves == name):
             for label, of in curves.items():
-                points = {x: found[metric] for x, found in of.items() if metric in found}
+                points = {x: found[metric.name] for x, found in of.items() if metric.name in found}
                 if len(points) > 1:
-                    curve = list(points), np.array([list(points.values())])
-                    panels.setdefault(analysis.label(metric), {})[label] = curve
+                    panels.setdefault(metric.label, {})[label] = list(points), np.array([list(points.values())])
         if panels:
-            figure = figures.lines(panels, x_label=x_label, y_label="", y_scale=scale)
-            name = f"{metrics.split()[0]}_by_{x_label}"
-            pictures.append(Picture(name, f"{'; '.join(panels)}, by {x_label}.", figure))
+            figure = figures.lines(panels, x_label=x_label, y_label="", y_scale="log" if log else "linear")
+            pictures.append(Picture(f"{name}_by_{x_label}", f"{'; '.join(panels)}, by {x_label}.", figure))
     return pictures
 
 

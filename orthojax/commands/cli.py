@@ -22,6 +22,7 @@ from absl import app, flags, logging
 from orthojax.config import Config, describe_fields, describe_type, field_paths, flatten, from_json, nearest_field
 from orthojax.config import replace as replace_fields
 from orthojax.errors import Interrupted, UserError, as_user_error, how_to_install, nearest, printable
+from orthojax.files import require_local
 
 _PACKAGE = Path(__file__).parents[1]
 _SHIPPED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
@@ -35,7 +36,19 @@ _KEEP_FREED_MEMORY = {
     -8: 1,  # M_ARENA_MAX: one heap, since what threads allocate in heaps of their own is mapped
 }
 
+_MAY_BE_EMPTY = ("compile_cache", "prompt", "system")  # others are empty if a shell variable is not set
+_MAY_BE_ADDRESSES = ("prompt", "system", "attention_of", "input", "text")  # texts, or read through fsspec
+
 _overrides: dict[str, str] = {}
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Terminal(io.TextIOWrapper):
+    """Escapes control characters: what a model or a file says must not steer a terminal."""
+
+    def write(self, text: str) -> int:
+        """Writes text."""
+        return super().write(text.translate(_CONTROLS))
 
 
 def define_config() -> None:
@@ -102,6 +115,7 @@ def load_config() -> Config:
 
 def _found(path: Path) -> Path:
     """Returns the file of a config; one from the package is found in any folder, as configs/NAME.py or NAME."""
+    require_local(path, "config file")
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     shipped = name if name.suffix or not homes else name.with_suffix(".py")
@@ -233,10 +247,20 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     except flags.UnrecognizedFlagError as error:
         hint = _nearest_flag(error.flagname)
         raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
+    except UnicodeDecodeError:
+        raise UserError("--flagfile is not text", allowed="a UTF-8 file with a flag in each line") from None
     if _overrides and "config" not in flags.FLAGS:
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):
         raise UserError(f"{len(rest)} arguments given", allowed=positional if several else f"exactly one: {positional}")
+    for flag in _own_flags():
+        if flag.present and flag.value in ("", []) and flag.name not in _MAY_BE_EMPTY:
+            raise UserError(f"--{flag.name}= is empty", allowed=f"--{flag.name}=VALUE, or no --{flag.name}")
+    values = [(flag.name, flag.value) for flag in _own_flags() if flag.name not in _MAY_BE_ADDRESSES]
+    values += [("positional argument", argument) for argument in rest]
+    for name, value in values:
+        for path in value if isinstance(value, list) else [value]:
+            require_local(str(path), f"--{name}" if name in flags.FLAGS else name)
     if rest and not positional:
         hint = _nearest_flag(rest[0].partition("=")[0])
         raise UserError(f"unexpected argument {rest[0]!r}", allowed=allowed, hint=hint)
@@ -283,6 +307,8 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that its encoding lacks are escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+        if sys.stdout.isatty():
+            sys.stdout = Terminal(sys.stdout.buffer, sys.stdout.encoding, "backslashreplace", line_buffering=True)
     logging.set_verbosity(logging.FATAL)  # Orbax logs a lot, and its exceptions twice; --verbosity=0 restores it
     keep_freed_memory()
     # Before NumPy and SciPy load it: OpenBLAS's own threads spin while they wait for each other, and if other work
@@ -291,7 +317,15 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
     # SIGTERM unwinds the stack, so that files are closed and half-written checkpoints finish.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     about = sys.modules[main.__module__].__doc__ or ""
-    app.run(
-        lambda arguments: guarded(lambda: main(arguments)),
-        flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
-    )
+    try:
+        app.run(
+            lambda arguments: guarded(lambda: main(arguments)),
+            flags_parser=lambda argv: guarded(lambda: _parse(argv, positional, several, about)),
+        )
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code > 128:  # by a signal, when everything was closed
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Python's own end would wait for XLA's threads, and one that compiles may then never come back.
+            os._exit(end.code)
+        raise

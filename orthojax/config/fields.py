@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from orthojax.errors import UserError, nearest
 
@@ -23,9 +23,24 @@ Affects = Literal["numbers", "start", "computation", "nothing"]
 _type_hints = functools.cache(typing.get_type_hints)
 
 
-def setting(default: T, affects: Affects = "numbers") -> T:
-    """Declares a field of a config dataclass with what it affects; a plain default affects the numbers."""
-    return typing.cast(Any, dataclasses.field(default=default, metadata={"affects": affects}))
+class Range(NamedTuple):
+    """What holds for a value, or every value of a tuple, and the same in words; None is in every range."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+NOT_NEGATIVE = Range(lambda x: x >= 0, "at least 0")
+POSITIVE = Range(lambda x: x > 0, "above 0")
+SHARE = Range(lambda x: 0.0 <= x <= 1.0, "0 to 1")
+SEED = Range(lambda seed: seed >= 0, "0 to 2**32 - 1")  # `check_fields` sets the upper bound
+
+Check = tuple[bool, str, str]  # what must hold, the problem otherwise, what is allowed
+
+
+def setting(default: T, within: Range | None = None, *, affects: Affects = "numbers") -> T:
+    """Declares a field of a config dataclass with its range and what it affects; a plain default affects numbers."""
+    return typing.cast(Any, dataclasses.field(default=default, metadata={"within": within, "affects": affects}))
 
 
 def describe_type(hint: Any) -> str:
@@ -75,6 +90,19 @@ def check_types(config: Any, group: str) -> None:
         require(holds, f"{group}.{name}={str(value)[:200]}", allowed)
 
 
+def check_fields(config: Any, group: str, checks: Callable[[], Iterable[Check]] = tuple) -> None:
+    """Raises UserError unless types, then ranges, then what `checks` returns hold; `group` is the path in errors."""
+    check_types(config, group)
+    for field in dataclasses.fields(config):
+        value, within = getattr(config, field.name), field.metadata.get("within")
+        if within is not None:
+            items = value if isinstance(value, tuple) else (value,)
+            holds = all(item is None or within.holds(item) for item in items)
+            require(holds, f"{group}.{field.name}={value}", within.allowed)
+    for holds, problem, allowed in checks():
+        require(holds, f"{group}.{problem}", allowed)
+
+
 def _not_valid(path: str, value: Any, hint: Any) -> UserError:
     near = nearest(value, _words(hint)) if isinstance(value, str) else ""
     shown = text if len(text := repr(value)) <= 200 else f"{text[:200]}..."
@@ -94,18 +122,6 @@ def require(holds: bool, problem: str, allowed: str = "") -> None:
     """Raises a UserError that names the problem and what is allowed, unless `holds`."""
     if not holds:
         raise UserError(problem, allowed=allowed)
-
-
-def require_each(config: Any, group: str, names: str, holds: Callable[[Any], bool], allowed: str) -> None:
-    """Requires a condition of several fields, `names` separated by spaces; None always passes."""
-    for name in names.split():
-        value = getattr(config, name)
-        require(value is None or holds(value), f"{group}.{name}={value}", allowed)
-
-
-def require_seed(config: Any, group: str) -> None:
-    """Requires that the config's `seed` is not negative; `check_types` sets its upper bound."""
-    require_each(config, group, "seed", lambda seed: seed >= 0, "0 to 2**32 - 1")
 
 
 def read_value(text: str, hint: Any) -> Any:
@@ -297,13 +313,32 @@ def to_json(config: Any) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
+# Fields of 0.1.0 that are gone, by class, each with the value at which a config means the same without it.
+_REMOVED: dict[str, dict[str, Any]] = {
+    "ModelConfig": {"attention_norm": True, "mlp_norm": True, "gated_norm_rank": 0},
+    "OptimConfig": {"sink_anneal_steps": 0},
+}
+
+
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
-    """Builds a config from nested plain values, or raises UserError unless it has every field and no others."""
+    """Builds a config from nested plain values, of this version or an earlier one, down to 0.1.0.
+
+    A missing field has its default. A field that was removed is dropped if it had no effect.
+
+    Raises:
+      UserError: For a missing group, an unknown field, a wrong value, or a removed field that had an effect.
+    """
     hints, given = _type_hints(cls), dict(values) if isinstance(values, Mapping) else {}
-    if given.keys() != hints.keys():
-        missing, unknown = (", ".join(sorted(names)[:3]) for names in (hints.keys() - given, given.keys() - hints))
+    for name, idle in _REMOVED.get(cls.__name__, {}).items():
+        value = given.pop(name, idle)
+        require(value == idle, f"{where}.{name}={value!r}: the field was removed after 0.1.0", f"{idle!r}")
+    fields = dataclasses.fields(typing.cast(Any, cls))
+    required = {field.name for field in fields if field.default is dataclasses.MISSING or not given}
+    missing, unknown = required - given.keys(), given.keys() - hints.keys()
+    if missing or unknown:
+        missing, unknown = (", ".join(sorted(names)[:3]) or "nothing" for names in (missing, unknown))
         problem = f"{where} does not describe a {cls.__name__} of this version of orthojax"
-        raise UserError(problem, hint=f"missing: {missing or 'nothing'}; unknown: {unknown or 'nothing'}")
+        raise UserError(problem, hint=f"missing: {missing}; unknown: {unknown}")
     for name, value in given.items():
         group, optional = _group(hints[name])
         if group is not None and not (optional and value is None):

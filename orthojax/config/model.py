@@ -1,17 +1,20 @@
 """The config of the transformer."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from orthojax.config.fields import check_types, require, require_each, setting
+from orthojax.config.fields import NOT_NEGATIVE, POSITIVE, Check, Range, check_fields, setting
 
 Norm = Literal["layernorm", "layernorm_nonparametric", "rmsnorm", "rmsnorm_single", "none"]
-NormalizerName = Literal[
-    "softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "clipped_softmax", "softpick"
-]
+NormalizerName = Literal["softmax", "softmax1", "softmax_n", "learned_sink", "relu", "gelu", "sigmoid", "softpick"]
 GatedMlp = Literal["swiglu", "geglu", "swiglu_clamped"]
 Mlp = Literal["gelu", "gelu_exact", "relu", GatedMlp, "experts", "linear", "none"]
+Implementation = Literal["auto", "xla", "xla_chunked", "cudnn", "splash"]
 Remat = bool | Literal["dots", "full"]
+
+_SIZE = Range(lambda size: 0 < size <= 2**20, "1 to 2**20")  # more is a typo, and would take minutes to trace
+_LAYERS = Range(lambda count: 0 < count <= 2**12, "1 to 2**12")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,35 +38,31 @@ class RopeConfig:
       long_factors: The divisors for longer texts.
     """
 
-    fraction: float = 1.0
+    fraction: float = setting(1.0, Range(lambda x: 0.0 < x <= 1.0, "above 0, 1 at most"))
     scaling: Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope"] = "none"
-    factor: float = 1.0
-    original_length: int = 8192
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    mscale: float = 1.0
-    mscale_all: float = 0.0
+    factor: float = setting(1.0, Range(lambda x: x >= 1.0, "a finite number >= 1"))
+    original_length: int = setting(8192, POSITIVE)
+    low_frequency_factor: float = setting(1.0, POSITIVE)
+    high_frequency_factor: float = setting(4.0, POSITIVE)
+    mscale: float = setting(1.0, NOT_NEGATIVE)
+    mscale_all: float = setting(0.0, NOT_NEGATIVE)
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = setting((), POSITIVE)
+    long_factors: tuple[float, ...] = setting((), POSITIVE)
 
     def __post_init__(self):
-        group = "model.rope"
-        check_types(self, group)
-        require_each(self, group, "fraction", lambda x: 0.0 < x <= 1.0, "above 0, 1 at most")
-        require_each(self, group, "factor", lambda x: x >= 1.0, "a finite number >= 1")
-        require_each(self, group, "original_length", lambda size: size > 0, "a positive number")
-        positive = lambda factors: all(x > 0.0 for x in factors)  # noqa: E731
-        require_each(self, group, "short_factors long_factors", positive, "positive numbers")
+        check_fields(self, "model.rope", self._checks)
+
+    def _checks(self) -> list[Check]:
         both = bool(self.short_factors and self.long_factors and self.original_length > 1)
         fits = both if self.scaling == "longrope" else not (self.short_factors or self.long_factors)
-        problem = f"{group}.scaling={self.scaling!r} and short_factors, long_factors"
-        require(fits, problem, "both with 'longrope' and an original_length above 1, or none")
-        require_each(self, group, "mscale mscale_all", lambda x: x >= 0.0, "a finite number >= 0")
         low = self.low_frequency_factor
-        require_each(self, group, "low_frequency_factor", lambda x: x > 0.0, "a finite positive number")
-        above = f"a finite number above low_frequency_factor={low:g}"
-        require_each(self, group, "high_frequency_factor", lambda x: x > low, above)
+        return [
+            (fits, f"scaling={self.scaling!r} and short_factors, long_factors",
+             "both with 'longrope' and an original_length above 1, or none"),
+            (self.high_frequency_factor > low, f"high_frequency_factor={self.high_frequency_factor}",
+             f"a finite number above low_frequency_factor={low:g}"),
+        ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +76,13 @@ class LatentConfig:
       d_value: Width of the values of one head; None means the width of queries and keys.
     """
 
-    d_latent: int = 512
-    d_query_latent: int | None = None
-    d_rotary: int = 64
-    d_value: int | None = None
+    d_latent: int = setting(512, POSITIVE)
+    d_query_latent: int | None = setting(None, POSITIVE)
+    d_rotary: int = setting(64, POSITIVE)
+    d_value: int | None = setting(None, POSITIVE)
 
     def __post_init__(self):
-        check_types(self, "model.latent")
-        sizes = "d_latent d_query_latent d_rotary d_value"
-        require_each(self, "model.latent", sizes, lambda size: size > 0, "a positive number")
+        check_fields(self, "model.latent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,32 +102,29 @@ class ExpertsConfig:
       use_bias: Biases in the router and in every linear layer of each routed expert, regardless of `model.use_bias`.
     """
 
-    num_experts: int = 8
-    per_token: int = 2
-    num_shared: int = 0
-    d_expert: int | None = None
-    groups: int = 1
-    groups_per_token: int = 1
+    num_experts: int = setting(8, POSITIVE)
+    per_token: int = setting(2, POSITIVE)
+    num_shared: int = setting(0, NOT_NEGATIVE)
+    d_expert: int | None = setting(None, POSITIVE)
+    groups: int = setting(1, POSITIVE)
+    groups_per_token: int = setting(1, POSITIVE)
     normalize: bool = False
-    scale: float = 1.0
+    scale: float = setting(1.0, NOT_NEGATIVE)
     mlp: GatedMlp = "swiglu"
     use_bias: bool = False
 
     def __post_init__(self):
-        group = "model.experts"
-        check_types(self, group)
-        sizes = "num_experts per_token d_expert groups groups_per_token"
-        require_each(self, group, sizes, lambda size: size > 0, "a positive number")
-        require_each(self, group, "num_shared", lambda size: size >= 0, "0 or more")
-        require_each(self, group, "scale", lambda x: x >= 0.0, "a finite number >= 0")
-        require(
-            self.num_experts % self.groups == 0 and self.groups_per_token <= self.groups,
-            f"{group}.groups={self.groups}, with {self.groups_per_token} of them for a token",
-            f"a divisor of {group}.num_experts={self.num_experts}, of which a token has all or fewer",
-        )
-        chosen_from = self.num_experts // self.groups * self.groups_per_token
-        few = f"up to the {chosen_from} experts that a token chooses from"
-        require_each(self, group, "per_token", lambda count: count <= chosen_from, few)
+        check_fields(self, "model.experts", self._checks)
+
+    def _checks(self) -> list[Check]:
+        experts, groups, chosen = self.num_experts, self.groups, self.groups_per_token
+        choice = experts // groups * chosen
+        return [
+            (experts % groups == 0 and chosen <= groups, f"groups={groups}, with {chosen} of them for a token",
+             f"a divisor of model.experts.num_experts={experts}, of which a token has all or fewer"),
+            (self.per_token <= choice, f"per_token={self.per_token}",
+             f"up to the {choice} experts that a token chooses from"),
+        ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,56 +148,50 @@ class ModelConfig:
         in SmolLM3).
       rope: Which channels rotary positions rotate, and how they are stretched; None means all channels without
         stretching.
-      norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
-      attention_norm: Whether attention has a norm, for all layers or one value per layer.
-      mlp_norm: Whether the MLP has a norm, for all layers or one value per layer.
       block: Placement of norms and order of the parts. `pre_norm`: x = x + f(norm(x)), and a final norm. `post_norm`:
         x = norm(x + f(x)), and no final norm (arXiv 2002.04745). `output_norm`: x = x + norm(f(x)), and a final norm
         (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) + mlp(norm(x)), each with its own norm
         (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x))), and a final norm (Gemma 2, arXiv
         2408.00118).
+      norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
+      norm_eps: Added to the variance inside every norm.
       qk_norm: A norm on queries and keys before positions: per head over its channels, with one scale shared by all
         heads, or over all heads at once.
-      norm_eps: Added to the variance inside every norm.
-      gated_norm_rank: Rank of a gate on the output of each norm of the residual stream, see
-        `orthojax.model.layers.NormGate`; its paper uses 16. 0 means no gate.
       use_bias: Biases in every linear layer and `layernorm`; `qkv` has only those of queries, keys and values,
         `attention` also that of the attention's output, `norm` only those of `layernorm`.
-      normalizer: What turns attention logits into weights; `clipped_softmax` uses the gamma and zeta of
-        `orthojax.ops.ClippedSoftmax`.
+      attention: Whether blocks have attention, for all layers or one value per layer.
+      normalizer: What turns attention logits into weights.
       normalizer_n: The n of `softmax_n`: exp(x_i) / (n + sum_j exp(x_j)).
       logits_width: Attention logits are products of queries and keys divided by the root of this; None means d_head.
       attention_soft_cap: Attention logits x become c tanh(x / c) with this c; None caps nothing.
-      final_soft_cap: Soft cap on the logits of the next token (Gemma 2, arXiv 2408.00118).
-      attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
       attention_window: Each query sees at most this many keys, the last being its own, in all layers or one value per
         layer; None means no limit.
+      attention_mask: Keys that a query sees: those up to its own (`causal`), all (`full`, for masked tokens), or those
+        up to its own and the row's whole prefix, which ends at the first token with the last id, vocab_size - 1
+        (`prefix`, the prefix LM of T5, arXiv 1910.10683, section 3.2; a row without that id is causal).
+      relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
+      gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), where x is the block's normed
+        input (all channels) and b, initially 0, exists only with `use_bias`. This is the gate from all features to all
+        heads of Quantizable Transformers, arXiv 2306.12929; the paper's main form gives each head its own slice of x
+        and always a bias, initialised to the logit of the gate's initial value. `elementwise` has one such gate for
+        each channel of a head (Gated Attention, arXiv 2505.06708).
       latent: Multi-head latent attention; None makes queries, keys and values linear in the residual stream.
       mlp: Kind of MLP, for all layers or one per layer; `gelu` is the tanh approximation, `gelu_exact` is not, `linear`
         is one d_model x d_model map, `experts` a mixture. With u linear in x, gated ones are silu(gate) u (`swiglu`),
         gelu(gate) u (`geglu`, by tanh), and g sigmoid(1.702 g) (min(max(u, -7), 7) + 1) with g = min(gate, 7)
         (`swiglu_clamped`: gpt-oss, arXiv 2508.10925).
       experts: The mixture of the layers whose MLP is `experts`.
-      attention: Whether blocks have attention, for all layers or one value per layer.
-      gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), where x is the block's normed
-        input (all channels) and b, initially 0, exists only with `use_bias`. This is the gate from all features to all
-        heads of Quantizable Transformers, arXiv 2306.12929; the paper's main form gives each head its own slice of x
-        and always a bias, initialised to the logit of the gate's initial value. `elementwise` has one such gate for
-        each channel of a head (Gated Attention, arXiv 2505.06708), `value` gates the value vectors v by themselves, see
-        `orthojax.model.attention.value_gated`.
       tie_embeddings: Use the token embedding as the output head.
       scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
       embedding_projection: Learned d_model x d_model matrices, initially orthogonal, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` folds them in.
       fixed_rotation: Rotate what each part writes to the residual stream by its own fixed orthogonal matrix.
-      attention_mask: Keys that a query sees: those up to its own (`causal`), all (`full`, for masked tokens), or those
-        up to its own and the row's whole prefix, which ends at the first token with the last id, vocab_size - 1
-        (`prefix`, the prefix LM of T5, arXiv 1910.10683, section 3.2; a row without that id is causal).
-      relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
-      embedding_init_std: Standard deviation of the initial embeddings.
-      init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
-      sink_init: Initial sink logits of `learned_sink`: 0 is softmax-1, a value far below all logits is softmax.
+      final_soft_cap: Soft cap on the logits of the next token (Gemma 2, arXiv 2408.00118).
       kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), regardless of depth.
+      init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
+      embedding_init_std: Standard deviation of the initial embeddings.
+      sink_init: Initial sink logits of `learned_sink`: 0 is softmax-1, a value far below all logits is softmax.
+      attention_implementation: The kernel of the attention; `auto` picks by platform, dtype and shape.
       scan_layers: One compiled block scanned over stacked parameters instead of num_layers unrolled ones.
       unroll_layers: Compile scanned layers one after the other, not as a loop: the backward pass then reads saved
         activations where layers wrote them, not from stacks over all layers, but compilation takes longer. `auto` does
@@ -216,51 +204,54 @@ class ModelConfig:
         if a channel is at 1000, anything below 2 that a block adds to it is lost.
     """
 
-    vocab_size: int = 2048
-    max_length: int = 1024
-    d_model: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    d_head: int | None = None
-    d_mlp: int = 512
+    # Sizes.
+    vocab_size: int = setting(2048, POSITIVE)
+    max_length: int = setting(1024, POSITIVE)
+    d_model: int = setting(128, _SIZE)
+    num_layers: int = setting(4, _LAYERS)
+    num_heads: int = setting(4, _SIZE)
+    num_kv_heads: int | None = setting(None, POSITIVE)
+    d_head: int | None = setting(None, _SIZE)
+    d_mlp: int = setting(512, _SIZE)
+    # Positions.
     position: Literal["learned", "rotary", "none"] = "learned"
-    rope_theta: float = 10_000.0
-    rope_local_theta: float | None = None
+    rope_theta: float = setting(10_000.0, POSITIVE)
+    rope_local_theta: float | None = setting(None, POSITIVE)
     rotary_layers: bool | tuple[bool, ...] = True
     rope: RopeConfig | None = None
-    norm: Norm = "rmsnorm_single"
-    attention_norm: bool | tuple[bool, ...] = True
-    mlp_norm: bool | tuple[bool, ...] = True
+    # Norms and biases.
     block: Literal["pre_norm", "post_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
+    norm: Norm = "rmsnorm_single"
+    norm_eps: float = setting(1e-5, POSITIVE)
     qk_norm: Literal["none", "head", "all"] = "none"
-    norm_eps: float = 1e-5
-    gated_norm_rank: int = 0
     use_bias: bool | Literal["qkv", "attention", "norm"] = False
+    # Attention.
+    attention: bool | tuple[bool, ...] = True
     normalizer: NormalizerName = "softmax1"
-    normalizer_n: float = 1.0
-    logits_width: int | None = None
-    attention_soft_cap: float | None = None
-    final_soft_cap: float | None = None
-    attention_implementation: Literal["auto", "xla", "xla_chunked", "cudnn", "splash"] = setting(
-        "auto", affects="computation"
-    )
-    attention_window: int | tuple[int | None, ...] | None = None
+    normalizer_n: float = setting(1.0, NOT_NEGATIVE)
+    logits_width: int | None = setting(None, POSITIVE)
+    attention_soft_cap: float | None = setting(None, POSITIVE)
+    attention_window: int | tuple[int | None, ...] | None = setting(None, POSITIVE)
+    attention_mask: Literal["causal", "full", "prefix"] = "causal"
+    relaxed_causal_tokens: int = setting(0, NOT_NEGATIVE)
+    gated_attention: bool | Literal["elementwise"] = False
     latent: LatentConfig | None = None
+    # MLP.
     mlp: Mlp | tuple[Mlp, ...] = "gelu"
     experts: ExpertsConfig | None = None
-    attention: bool | tuple[bool, ...] = True
-    gated_attention: bool | Literal["elementwise", "value"] = False
+    # Embeddings, head and the stream between them.
     tie_embeddings: bool = True
     scale_embeddings: bool = False
     embedding_projection: bool = False
     fixed_rotation: bool = False
-    attention_mask: Literal["causal", "full", "prefix"] = "causal"
-    relaxed_causal_tokens: int = 0
-    embedding_init_std: float = setting(0.02, affects="start")
-    init_std: float = setting(0.02, affects="start")
-    sink_init: float = setting(0.0, affects="start")
+    final_soft_cap: float | None = setting(None, POSITIVE)
+    # Initial values.
     kernel_init: Literal["normal", "uniform_fan_in"] = setting("normal", affects="start")
+    init_std: float = setting(0.02, POSITIVE, affects="start")
+    embedding_init_std: float = setting(0.02, POSITIVE, affects="start")
+    sink_init: float = setting(0.0, affects="start")
+    # How it is computed.
+    attention_implementation: Implementation = setting("auto", affects="computation")
     scan_layers: bool = setting(True, affects="start")
     unroll_layers: bool | Literal["auto"] = setting("auto", affects="computation")
     remat: Remat = setting(False, affects="computation")
@@ -268,95 +259,62 @@ class ModelConfig:
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
-        check_types(self, "model")
-        require_each(self, "model", "vocab_size max_length logits_width", lambda count: count > 0, "a positive number")
-        windows = self.attention_window if isinstance(self.attention_window, tuple) else (self.attention_window,)
-        positive = all(window is None or window > 0 for window in windows)
-        require(positive, f"model.attention_window={self.attention_window}", "a positive number, or none")
-        # More is a typo, and would take minutes to trace.
-        require_each(self, "model", "d_model num_heads d_mlp d_head", lambda size: 0 < size <= 2**20, "1 to 2**20")
-        require_each(self, "model", "num_layers", lambda count: 0 < count <= 2**12, "1 to 2**12")
-        positive = "norm_eps rope_theta rope_local_theta attention_soft_cap final_soft_cap init_std embedding_init_std"
-        require_each(self, "model", positive, lambda x: x > 0.0, "a finite positive number")
-        require_each(self, "model", "normalizer_n", lambda n: n >= 0.0, "a finite number >= 0")
-        relaxed = f"0 to model.max_length={self.max_length}"
-        require_each(self, "model", "relaxed_causal_tokens", lambda k: 0 <= k <= self.max_length, relaxed)
-        beside = f"model.attention_window or relaxed_causal_tokens with model.attention_mask={self.attention_mask!r}"
-        plain = all(window is None for window in windows) and not self.relaxed_causal_tokens
-        require(self.attention_mask == "causal" or plain, beside, "neither, or attention_mask 'causal'")
-        kernel = "model.attention_implementation='splash' with model.attention_mask='prefix', which differs by row"
-        is_splash = self.attention_implementation == "splash"
-        require(self.attention_mask != "prefix" or not is_splash, kernel, "auto | xla | xla_chunked | cudnn")
-        require_each(self, "model", "gated_norm_rank", lambda rank: 0 <= rank <= 2**20, "0 to 2**20")
-        without = f"model.gated_norm_rank={self.gated_norm_rank} with model.norm='none'"
-        require(not self.gated_norm_rank or self.norm != "none", without, "0, or a norm")
-        capped = "model.attention_soft_cap with model.attention_implementation='cudnn', which has none"
-        by_cudnn = self.attention_implementation == "cudnn"
-        require(self.attention_soft_cap is None or not by_cudnn, capped, "auto | xla | xla_chunked | splash")
-        both = "model.fixed_rotation with model.embedding_projection"
-        require(not (self.fixed_rotation and self.embedding_projection), both, "one of them")
-        require(
-            not (self.fixed_rotation and self.scan_layers),
-            "model.fixed_rotation differs between layers, which a scan over layers cannot express",
-            "model.scan_layers=false",
-        )
-        for name in ("mlp", "attention", "attention_window", "rotary_layers", "mlp_norm", "attention_norm"):
-            value = getattr(self, name)
-            layers = value if isinstance(value, tuple) else (value,) * self.num_layers
-            problem = f"model.{name} names {len(layers)} layers, but model.num_layers={self.num_layers}"
-            require(len(layers) == self.num_layers, problem, "one value, or one for each layer")
-            require(
-                not self.scan_layers or len(set(layers)) == 1,
-                f"model.{name}={value} differs between layers, which a scan over layers cannot express",
-                "model.scan_layers=false, or equal layers",
-            )
-        self._check_heads()
-        require(
-            self.experts is not None or not self.has_experts,
-            "model.mlp='experts' without model.experts",
-            "fields of model.experts, such as model.experts.num_experts",
-        )
+        check_fields(self, "model", lambda: (*self._checks(), *self._checks_of_layers(), *self._checks_of_heads()))
 
-    def _check_heads(self) -> None:
-        require(
-            self.d_head is not None or self.d_model % self.num_heads == 0,
-            f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}",
-            f"a multiple of {self.num_heads}, or model.d_head",
-        )
-        kv = self.kv_heads
-        require(
-            kv > 0 and self.num_heads % kv == 0,
-            f"model.num_kv_heads={kv} does not divide model.num_heads={self.num_heads}",
-            f"a divisor of {self.num_heads}",
-        )
-        require(
-            self.position != "rotary" or (self.rotary_channels > 0 and self.rotary_channels % 2 == 0),
-            f"model.position='rotary' rotates {self.rotary_channels} of the {self.head_dim} channels of a head",
-            "an even number, or position 'learned' or 'none'",
-        )
-        none = f"model.rotary_layers={self.rotary_layers} with model.position={self.position!r}"
-        require(self.rotary_layers is True or self.position == "rotary", none, "true, or position 'rotary'")
-        windowed = any(self.layer_window(layer) for layer in range(self.num_layers))
-        local = f"model.rope_local_theta={self.rope_local_theta} without rotary positions and a window"
-        require(self.rope_local_theta is None or (self.position == "rotary" and windowed), local, "none")
-        pairs, factors = self.rotary_channels // 2, () if self.rope is None else self.rope.short_factors
-        same = self.rope is None or len(factors) == len(self.rope.long_factors)
-        problem = f"model.rope.short_factors and long_factors for {pairs} pairs of channels"
-        require(same and len(factors) in (0, pairs), problem, f"{pairs} of each")
-        dynamic = self.rope is not None and self.rope.scaling == "dynamic"
-        require(not dynamic or pairs > 1, "model.rope.scaling='dynamic' with one pair of channels", "more")
-        require(
-            self.rope is None or self.rope.scaling != "yarn" or self.rope_theta > 1.0,
-            f"model.rope_theta={self.rope_theta} with model.rope.scaling='yarn'",
-            "above 1",
-        )
-        if self.latent is None:
-            return
-        require(kv == self.num_heads, f"model.latent with model.num_kv_heads={kv}", f"{self.num_heads}, or none")
-        require(self.qk_norm == "none", f"model.latent with model.qk_norm={self.qk_norm!r}", "none")
-        require(self.rope is None or self.rope.fraction == 1.0, "model.rope.fraction with model.latent", "d_rotary")
-        d_rotary, widest = self.latent.d_rotary, self.head_dim - 1
-        require(d_rotary <= widest, f"model.latent.d_rotary={d_rotary} of {self.head_dim} channels", f"1 to {widest}")
+    def _checks(self) -> list[Check]:
+        relaxed, most, mask = self.relaxed_causal_tokens, self.max_length, self.attention_mask
+        limited, stacked = relaxed or any(_each(self.attention_window)), self.scan_layers
+        return [
+            (relaxed <= most, f"relaxed_causal_tokens={relaxed}", f"0 to model.max_length={most}"),
+            (mask == "causal" or not limited,
+             f"attention_window or relaxed_causal_tokens with model.attention_mask={mask!r}",
+             "neither, or attention_mask 'causal'"),
+            (not (self.fixed_rotation and self.embedding_projection),
+             "fixed_rotation with model.embedding_projection", "one of them"),
+            (not (self.fixed_rotation and stacked),
+             "fixed_rotation differs between layers, which a scan over layers cannot express",
+             "model.scan_layers=false"),
+            (not self.has_experts or self.experts is not None, "mlp='experts' without model.experts",
+             "fields of model.experts, such as model.experts.num_experts"),
+        ]  # fmt: skip
+
+    def _checks_of_layers(self) -> Iterator[Check]:
+        for name in ("mlp", "attention", "attention_window", "rotary_layers"):
+            value, most = getattr(self, name), self.num_layers
+            count = len(value) if isinstance(value, tuple) else most
+            miscounted = f"{name} names {count} layers, but model.num_layers={most}"
+            yield count == most, miscounted, "one value, or one for each layer"
+            differs = f"{name}={value} differs between layers, which a scan over layers cannot express"
+            one = not self.scan_layers or len(set(_each(value))) == 1
+            yield one, differs, "model.scan_layers=false, or equal layers"
+
+    def _checks_of_heads(self) -> Iterator[Check]:
+        heads, kv, width, turned = self.num_heads, self.kv_heads, self.head_dim, self.rotary_channels
+        rotary, latent, rope = self.position == "rotary", self.latent, self.rope or RopeConfig()
+        local, pairs, factors = self.rope_local_theta, turned // 2, (len(rope.short_factors), len(rope.long_factors))
+        yield from [
+            (self.d_head is not None or self.d_model % heads == 0,
+             f"d_model={self.d_model} is not divisible by model.num_heads={heads}",
+             f"a multiple of {heads}, or model.d_head"),
+            (heads % kv == 0, f"num_kv_heads={kv} does not divide model.num_heads={heads}", f"a divisor of {heads}"),
+            (not rotary or (turned > 0 and turned % 2 == 0),
+             f"position='rotary' rotates {turned} of the {width} channels of a head",
+             "an even number, or position 'learned' or 'none'"),
+            (rotary or self.rotary_layers is True,
+             f"rotary_layers={self.rotary_layers} with model.position={self.position!r}", "true, or position 'rotary'"),
+            (local is None or (rotary and any(_each(self.attention_window))),
+             f"rope_local_theta={local} without rotary positions and a window", "none"),
+            (factors in ((0, 0), (pairs, pairs)),
+             f"rope.short_factors and long_factors for {pairs} pairs of channels", f"{pairs} of each"),
+            (rope.scaling != "dynamic" or pairs > 1, "rope.scaling='dynamic' with one pair of channels", "more"),
+            (rope.scaling != "yarn" or self.rope_theta > 1.0,
+             f"rope_theta={self.rope_theta} with model.rope.scaling='yarn'", "above 1"),
+        ]  # fmt: skip
+        if latent is not None:
+            yield kv == heads, f"latent with model.num_kv_heads={kv}", f"{heads}, or none"
+            yield self.qk_norm == "none", f"latent with model.qk_norm={self.qk_norm!r}", "none"
+            yield rope.fraction == 1.0, "rope.fraction with model.latent", "d_rotary"
+            yield turned < width, f"latent.d_rotary={turned} of {width} channels", f"1 to {width - 1}"
 
     @property
     def kv_heads(self) -> int:
@@ -404,24 +362,23 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Returns whether a layer has a mixture of experts."""
-        return "experts" in (self.mlp if isinstance(self.mlp, tuple) else (self.mlp,))
+        return "experts" in _each(self.mlp)
 
     def layer_mlp(self, layer: int) -> Mlp:
         """Kind of MLP of one layer."""
-        return self.mlp[layer] if isinstance(self.mlp, tuple) else self.mlp
+        return _at(self.mlp, layer)
 
     def layer_attention(self, layer: int) -> bool:
         """Returns whether a layer attends."""
-        return self.attention[layer] if isinstance(self.attention, tuple) else self.attention
+        return _at(self.attention, layer)
 
     def layer_window(self, layer: int) -> int | None:
         """The most keys that a query of one layer sees; None for no limit."""
-        return self.attention_window[layer] if isinstance(self.attention_window, tuple) else self.attention_window
+        return _at(self.attention_window, layer)
 
     def layer_rotates(self, layer: int) -> bool:
         """Returns whether a layer has rotary positions."""
-        there = self.rotary_layers[layer] if isinstance(self.rotary_layers, tuple) else self.rotary_layers
-        return self.position == "rotary" and there
+        return self.position == "rotary" and _at(self.rotary_layers, layer)
 
     def layer_rope(self, layer: int) -> tuple[float, RopeConfig | None]:
         """Base wavelength of rotary positions of one layer, and how they are stretched."""
@@ -429,9 +386,11 @@ class ModelConfig:
             return self.rope_theta, self.rope
         return self.rope_local_theta, None
 
-    def layer_norm(self, part: Literal["attention", "mlp"], layer: int) -> bool:
-        """Returns whether a layer has this part, with a norm."""
-        attends = part == "attention"
-        value = self.attention_norm if attends else self.mlp_norm
-        is_there = self.layer_attention(layer) if attends else self.layer_mlp(layer) != "none"
-        return is_there and (value[layer] if isinstance(value, tuple) else value)
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """Returns the values of a field that has one for all layers or one per layer."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _at(value: Any, layer: int) -> Any:
+    return value[layer] if isinstance(value, tuple) else value

@@ -3,11 +3,15 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import Literal, get_args
 
-from orthojax.config.fields import check_types, require, require_each, require_seed, setting
+from orthojax.config.fields import NOT_NEGATIVE, POSITIVE, SEED, SHARE, Check, Range, check_fields, require, setting
 from orthojax.config.model import ModelConfig
 from orthojax.errors import UserError, nearest
+
+_DECAY = Range(lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
+_DEVICES = Range(lambda size: size == -1 or size >= 1, "at least 1, or -1 for all devices left")
 
 OptimizerName = Literal["adam", "orthoadam", "rmsprop", "sgd", "lion", "muon"]
 TriggerRule = Literal["backcopy", "in_context_bigram", "bigram_backward", "markov", "skip_bigram"]
@@ -32,11 +36,10 @@ class RotationConfig:
     axes: Literal["output", "input", "both", "d_model", "writers", "none"] = "d_model"
     embeddings: bool = True
     scope: Literal["layer", "parameter", "tree"] = "layer"
-    seed: int | None = None
+    seed: int | None = setting(None, SEED)
 
     def __post_init__(self):
-        check_types(self, "optim.rotation")
-        require_seed(self, "optim.rotation")
+        check_fields(self, "optim.rotation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,61 +58,53 @@ class OptimConfig:
       b1: Decay of the first moment, if there is one (for Lion, the first of its two).
       b2: Decay of the second moment, if there is one (for Lion, of its momentum).
       eps: Added to the root of the second moment.
-      momentum: Momentum of `sgd` and `muon`; 0 for plain SGD.
+      momentum: Momentum of `sgd` and `muon`; None is 0.95 for `muon` and 0, plain SGD, for `sgd`.
       muon_embeddings: With `muon`, the optimizer of the embeddings and the head. OSP, arXiv 2506.19697, compares
         `muon`, there for all matrices, with `adam`; `orthoadam` is Adam in the basis of `rotation`, along d_model. None
         is Adam for embeddings and Muon for an untied head.
       weight_decay: Decoupled weight decay, scaled by the learning rate; only on kernels and embeddings.
       clip_norm: Largest global gradient norm; None never clips.
       rotation: The basis of `orthoadam`, and of any other optimizer that is `rotated`.
-      sink_anneal_steps: Instead of learning sink logits, move them linearly from their initial value to 0 in this many
-        steps: from softmax to softmax-1. 0 learns them.
     """
 
     optimizer: OptimizerName | str = "orthoadam"
     rotated: bool = False
-    learning_rate: float = 1e-3
-    warmup_steps: int = 100
-    final_learning_rate_fraction: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    momentum: float = 0.0
+    learning_rate: float = setting(1e-3, POSITIVE)
+    warmup_steps: int = setting(100, NOT_NEGATIVE)
+    final_learning_rate_fraction: float = setting(0.1, SHARE)
+    b1: float = setting(0.9, _DECAY)
+    b2: float = setting(0.999, _DECAY)
+    eps: float = setting(1e-8, POSITIVE)
+    momentum: float | None = setting(None, _DECAY)
     muon_embeddings: Literal["muon", "adam", "orthoadam"] | None = None
-    weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    clip_norm: float | None = setting(1.0, POSITIVE)
     rotation: RotationConfig = RotationConfig()
-    sink_anneal_steps: int = 0
 
     def __post_init__(self):
-        check_types(self, "optim")
-        known = get_args(OptimizerName)
-        if self.optimizer not in known and not re.fullmatch(r"[\w.]+:\w+", self.optimizer):
-            problem = f"optim.optimizer={self.optimizer!r} is not valid"
+        check_fields(self, "optim", self._checks)
+        if self.momentum == 0.0 and self.optimizer != "muon":  # as configs of 0.1.0 say
+            object.__setattr__(self, "momentum", None)
+
+    def _checks(self) -> list[Check]:
+        known, name, embeddings = get_args(OptimizerName), self.optimizer, self.muon_embeddings
+        if name not in known and not re.fullmatch(r"[\w.]+:\w+", name):
             allowed = f"{' | '.join(known)}, or module:function"
-            raise UserError(problem, allowed=allowed, hint=nearest(self.optimizer, known))
-        require_each(self, "optim", "learning_rate eps", lambda x: x > 0.0, "a finite positive number")
-        require_each(self, "optim", "b1 b2 momentum", lambda x: 0.0 <= x < 1.0, "0 <= value < 1")
-        require_each(self, "optim", "weight_decay", lambda x: x >= 0.0, "a finite number >= 0")
-        require_each(self, "optim", "warmup_steps sink_anneal_steps", lambda steps: steps >= 0, "a number >= 0")
-        require_each(self, "optim", "final_learning_rate_fraction", lambda x: 0.0 <= x <= 1.0, "0 to 1")
-        require_each(self, "optim", "clip_norm", lambda norm: norm > 0.0, "none, or a finite number > 0")
-        require(
-            self.momentum == 0.0 or self.optimizer in ("sgd", "muon") or ":" in self.optimizer,
-            f"optim.momentum={self.momentum} is not read by optim.optimizer={self.optimizer!r}",
-            "0, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum",
-        )
-        chosen = f"optim.muon_embeddings={self.muon_embeddings!r}"
-        require(
-            self.muon_embeddings is None or self.optimizer == "muon",
-            f"{chosen} is not read by optim.optimizer={self.optimizer!r}",
-            "none, or optimizer 'muon'",
-        )
-        require(
-            self.muon_embeddings != "orthoadam" or (self.rotation.embeddings and not self.rotated),
-            f"{chosen} with optim.rotated={self.rotated}, optim.rotation.embeddings={self.rotation.embeddings}",
-            "optim.rotated=false, which rotates all parameters, and optim.rotation.embeddings=true",
-        )
+            raise UserError(f"optim.optimizer={name!r} is not valid", allowed=allowed, hint=nearest(name, known))
+        by_name, chosen = f"is not read by optim.optimizer={name!r}", f"muon_embeddings={embeddings!r}"
+        return [
+            (not self.momentum or name in ("sgd", "muon") or ":" in name, f"momentum={self.momentum} {by_name}",
+             "none, or optimizer 'sgd' or 'muon'; the others have b1 or no momentum"),
+            (embeddings is None or name == "muon", f"{chosen} {by_name}", "none, or optimizer 'muon'"),
+            (embeddings != "orthoadam" or (self.rotation.embeddings and not self.rotated),
+             f"{chosen} with optim.rotated={self.rotated}, optim.rotation.embeddings={self.rotation.embeddings}",
+             "optim.rotated=false, which rotates all parameters, and optim.rotation.embeddings=true"),
+        ]  # fmt: skip
+
+    @property
+    def momentum_or_default(self) -> float | None:
+        """The momentum with which `sgd` or `muon` runs; None for other optimizers, unless it is set."""
+        return {"muon": 0.95, "sgd": 0.0}.get(self.optimizer) if self.momentum is None else self.momentum
 
     @property
     def is_rotated(self) -> bool:
@@ -158,41 +153,43 @@ class DataConfig:
     kind: Literal["embedded", "text", "tokens", "bigram_backcopy"] = "embedded"
     paths: tuple[str, ...] = ()
     tokenizer: str = "bpe:2048"
-    sequence_length: int = 64
+    sequence_length: int = setting(64, Range(lambda length: 2 <= length <= 2**24, "2 to 2**24"))
     bos: bool = False
     objective: Literal["next_token", "masked", "span_corruption"] = "next_token"
-    seed: int = 0
-    repeated_share: float = 0.0
-    trigger_count: int = 3
+    seed: int = setting(0, SEED)
+    repeated_share: float = setting(0.0, SHARE)
+    trigger_count: int = setting(3, POSITIVE)
     rule: TriggerRule = "backcopy"
     other_rule: TriggerRule = "markov"
-    other_rule_probability: float = 0.0
+    other_rule_probability: float = setting(0.0, SHARE)
     bos_tokens: Literal[0, 1, 2] = 1
     delimiter: bool = False
     verify: bool = setting(False, affects="nothing")
 
     def __post_init__(self):
-        check_types(self, "data")
-        require_each(self, "data", "sequence_length", lambda length: 2 <= length <= 2**24, "2 to 2**24")
-        require_each(self, "data", "trigger_count", lambda count: count >= 1, "at least 1")
-        require_each(self, "data", "repeated_share other_rule_probability", lambda share: 0.0 <= share <= 1.0, "0 to 1")
-        require_seed(self, "data")
-        corrupted = f"data.objective={self.objective!r} with data."
-        plain = self.objective == "next_token"
-        require(plain or self.kind != "bigram_backcopy", f"{corrupted}kind={self.kind!r}", "kinds with text")
-        short = f"{corrupted}sequence_length={self.sequence_length}"
-        require(plain or self.sequence_length >= 8, short, "a sequence_length of at least 8")
-        files = len(self.paths)
-        require(self.kind != "text" or files > 0, "data.kind='text' without files", "data.paths=FILE[,FILE...]")
-        two = "data.paths=TRAIN.bin,VALIDATION.bin"
-        require(self.kind != "tokens" or files == 2, f"data.kind='tokens' with {files} files", two)
-        ignored = f"data.paths={self.paths} is not read by data.kind={self.kind!r}"
-        require(self.kind != "embedded" or not files, ignored, "data.kind=text | tokens | bigram_backcopy")
-        ignored = f"data.repeated_share={self.repeated_share} is not read by data.kind={self.kind!r}"
-        require(not self.repeated_share or self.kind in ("embedded", "text"), ignored, "kind 'embedded' or 'text'")
-        short = f"data.delimiter with data.sequence_length={self.sequence_length}"
-        least = f"a sequence_length of at least {2 * self.bos_tokens + 1}"
-        require(not self.delimiter or self.middle > self.bos_tokens, short, least)
+        check_fields(self, "data", self._checks)
+
+    def _checks(self) -> list[Check]:
+        kind, files, length, next_token = (
+            self.kind,
+            len(self.paths),
+            self.sequence_length,
+            self.objective == "next_token",
+        )
+        of_kind, corrupted = f"is not read by data.kind={kind!r}", f"objective={self.objective!r} with data."
+        return [
+            (next_token or kind != "bigram_backcopy", f"{corrupted}kind={kind!r}", "kinds with text"),
+            (next_token or length >= 8, f"{corrupted}sequence_length={length}", "a sequence_length of at least 8"),
+            (kind != "text" or files > 0, "kind='text' without files", "data.paths=FILE[,FILE...]"),
+            (kind != "tokens" or files == 2, f"kind='tokens' with {files} files",
+             "data.paths=TRAIN.bin,VALIDATION.bin"),
+            (kind != "embedded" or not files, f"paths={self.paths} {of_kind}",
+             "data.kind=text | tokens | bigram_backcopy"),
+            (not self.repeated_share or kind in ("embedded", "text"), f"repeated_share={self.repeated_share} {of_kind}",
+             "kind 'embedded' or 'text'"),
+            (not self.delimiter or self.middle > self.bos_tokens, f"delimiter with data.sequence_length={length}",
+             f"a sequence_length of at least {2 * self.bos_tokens + 1}"),
+        ]  # fmt: skip
 
     @property
     def row_length(self) -> int:
@@ -218,14 +215,12 @@ class MeshConfig:
       tensor: Shards of heads, MLP width and vocabulary, which work on the same rows (tensor parallelism).
     """
 
-    data: int = setting(1, affects="computation")
-    fsdp: int = setting(1, affects="computation")
-    tensor: int = setting(1, affects="computation")
+    data: int = setting(1, _DEVICES, affects="computation")
+    fsdp: int = setting(1, _DEVICES, affects="computation")
+    tensor: int = setting(1, _DEVICES, affects="computation")
 
     def __post_init__(self):
-        check_types(self, "mesh")
-        allowed = "at least 1, or -1 for all devices left"
-        require_each(self, "mesh", "data fsdp tensor", lambda size: size == -1 or size >= 1, allowed)
+        check_fields(self, "mesh")
         free = (self.data, self.fsdp, self.tensor).count(-1)
         require(free <= 1, f"mesh {dataclasses.asdict(self)} has more than one -1", "-1 in at most one of the sizes")
 
@@ -285,41 +280,37 @@ class TrainConfig:
       keep_every_steps: Checkpoints at multiples of this are never deleted; 0: none.
     """
 
-    steps: int = 1000
-    batch_size: int = 16
-    accumulation_steps: int = setting(1, affects="computation")
+    steps: int = setting(1000, POSITIVE)
+    batch_size: int = setting(16, POSITIVE)
+    accumulation_steps: int = setting(1, POSITIVE, affects="computation")
     logits_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", affects="computation")
-    steps_per_dispatch: int | None = setting(None, affects="computation")
-    activation_penalty: float = 0.0
-    seed: int = 0
+    steps_per_dispatch: int | None = setting(None, POSITIVE, affects="computation")
+    activation_penalty: float = setting(0.0, NOT_NEGATIVE)
+    seed: int = setting(0, SEED)
     init_from: str = setting("", affects="start")
     allow_normalizer_change: bool = setting(False, affects="start")
-    log_every_steps: int = setting(20, affects="nothing")
-    probe_every_steps: int = setting(100, affects="nothing")
-    probe_steps: tuple[int, ...] = setting((), affects="nothing")
+    log_every_steps: int = setting(20, POSITIVE, affects="nothing")
+    probe_every_steps: int = setting(100, NOT_NEGATIVE, affects="nothing")
+    probe_steps: tuple[int, ...] = setting((), NOT_NEGATIVE, affects="nothing")
     probe: str = setting("", affects="nothing")
-    probe_sequences: int = setting(8, affects="nothing")
+    probe_sequences: int = setting(8, POSITIVE, affects="nothing")
     tensorboard: bool = setting(False, affects="nothing")
     wandb: bool = setting(False, affects="nothing")
-    eval_every_steps: int = setting(100, affects="nothing")
-    checkpoint_every_steps: int = setting(100, affects="nothing")
-    keep_checkpoints: int = setting(2, affects="nothing")
-    keep_every_steps: int = setting(0, affects="nothing")
+    eval_every_steps: int = setting(100, NOT_NEGATIVE, affects="nothing")
+    checkpoint_every_steps: int = setting(100, POSITIVE, affects="nothing")
+    keep_checkpoints: int = setting(2, POSITIVE, affects="nothing")
+    keep_every_steps: int = setting(0, NOT_NEGATIVE, affects="nothing")
 
     def __post_init__(self):
-        check_types(self, "train")
-        positive = "steps batch_size accumulation_steps log_every_steps checkpoint_every_steps keep_checkpoints"
-        require_each(self, "train", f"{positive} probe_sequences", lambda n: n >= 1, "at least 1")
-        require_each(self, "train", "activation_penalty", lambda x: x >= 0.0, "a finite number >= 0")
-        require_each(self, "train", "steps_per_dispatch", lambda n: n >= 1, "none, or at least 1")
-        require_each(self, "train", "eval_every_steps probe_every_steps", lambda n: n >= 0, "at least 0")
-        require_each(self, "train", "probe_steps", lambda steps: all(s >= 0 for s in steps), "steps of at least 0")
-        every = self.checkpoint_every_steps
-        kept = f"0, or a multiple of train.checkpoint_every_steps={every}"
-        require_each(self, "train", "keep_every_steps", lambda n: n >= 0 and n % every == 0, kept)
-        starts = bool(self.init_from) or not self.allow_normalizer_change
-        require(starts, "train.allow_normalizer_change without another start", "with train.init_from=DIR")
-        require_seed(self, "train")
+        check_fields(self, "train", self._checks)
+
+    def _checks(self) -> list[Check]:
+        every, kept = self.checkpoint_every_steps, self.keep_every_steps
+        return [
+            (kept % every == 0, f"keep_every_steps={kept}", f"0, or a multiple of checkpoint_every_steps={every}"),
+            (bool(self.init_from) or not self.allow_normalizer_change,
+             "allow_normalizer_change without another start", "with train.init_from=DIR"),
+        ]  # fmt: skip
 
     def probes_at(self, step: int) -> bool:
         """Returns whether parameters are probed after this many steps."""
@@ -346,12 +337,11 @@ class EvalConfig:
         have fewer. If the mesh does not divide that batch, every device takes all of it.
     """
 
-    sequences: int = 256
-    batch_size: int = 32
+    sequences: int = setting(256, POSITIVE)
+    batch_size: int = setting(32, POSITIVE)
 
     def __post_init__(self):
-        check_types(self, "eval")
-        require_each(self, "eval", "batch_size sequences", lambda n: n >= 1, "at least 1")
+        check_fields(self, "eval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,50 +356,38 @@ class Config:
     mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self):
-        check_types(self, "config")
-        length = self.data.sequence_length
-        require(
-            self.model.position != "learned" or length <= self.model.max_length,
-            f"data.sequence_length={length} is longer than model.max_length={self.model.max_length}",
-            f"at most {self.model.max_length} if positions are learned",
-        )
-        require(
-            self.model.relaxed_causal_tokens < length,
-            f"model.relaxed_causal_tokens={self.model.relaxed_causal_tokens} leaves no loss position",
-            f"less than data.sequence_length={length}",
-        )
-        mask, objective = self.model.attention_mask, self.data.objective
-        fitting = {"causal": "next_token", "full": "masked", "prefix": "span_corruption"}[mask]
-        pair = f"model.attention_mask={mask!r} with data.objective={objective!r}"
-        require(objective == fitting, pair, f"objective {fitting!r}")
-        require(
-            self.optim.warmup_steps < self.train.steps,
-            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of train.steps={self.train.steps}",
-            f"optim.warmup_steps of 0 to {self.train.steps - 1}",
-        )
-        require(
-            not self.optim.sink_anneal_steps or self.model.normalizer == "learned_sink",
-            f"optim.sink_anneal_steps={self.optim.sink_anneal_steps} with model.normalizer={self.model.normalizer!r}",
-            "0, or normalizer 'learned_sink'",
-        )
-        small = "model.dtype='float16', in which small gradients are lost: training has no loss scaling"
-        require(self.model.dtype != "float16", small, "'float32' or 'bfloat16'")
-        if -1 not in (self.mesh.data, self.mesh.fsdp):
-            self._require_rows(self.mesh.data * self.mesh.fsdp)
+        check_fields(self, "config", self._checks)
 
-    def _require_rows(self, shares: int) -> None:
-        rows = shares * self.train.accumulation_steps
-        require(
-            self.train.batch_size % rows == 0,
-            f"train.batch_size={self.train.batch_size} is not divisible by mesh.data * mesh.fsdp * "
-            f"train.accumulation_steps = {rows}",
-            f"a multiple of {rows}",
-        )
-        require(
-            self.eval.batch_size % shares == 0,
-            f"eval.batch_size={self.eval.batch_size} is not divisible by mesh.data * mesh.fsdp = {shares}",
-            f"a multiple of {shares}",
-        )
+    def _checks(self) -> Iterator[Check]:
+        model, length, steps, warmup = self.model, self.data.sequence_length, self.train.steps, self.optim.warmup_steps
+        objective = {"causal": "next_token", "full": "masked", "prefix": "span_corruption"}[model.attention_mask]
+        yield from [
+            (model.position != "learned" or length <= model.max_length,
+             f"data.sequence_length={length} is longer than model.max_length={model.max_length}",
+             f"at most {model.max_length} if positions are learned"),
+            (model.relaxed_causal_tokens < length,
+             f"model.relaxed_causal_tokens={model.relaxed_causal_tokens} leaves no loss position",
+             f"less than data.sequence_length={length}"),
+            (self.data.objective == objective,
+             f"model.attention_mask={model.attention_mask!r} with data.objective={self.data.objective!r}",
+             f"objective {objective!r}"),
+            (warmup < steps, f"optim.warmup_steps={warmup} leaves nothing of train.steps={steps}",
+             f"optim.warmup_steps of 0 to {steps - 1}"),
+            (model.dtype != "float16",
+             "model.dtype='float16', in which small gradients are lost: training has no loss scaling",
+             "'float32' or 'bfloat16'"),
+        ]  # fmt: skip
+        if -1 not in (self.mesh.data, self.mesh.fsdp):
+            yield from self._checks_of_rows(self.mesh.data * self.mesh.fsdp)
+
+    def _checks_of_rows(self, shares: int) -> list[Check]:
+        train, evaluation, rows = self.train.batch_size, self.eval.batch_size, shares * self.train.accumulation_steps
+        by = "is not divisible by mesh.data * mesh.fsdp"
+        return [
+            (train % rows == 0, f"train.batch_size={train} {by} * train.accumulation_steps = {rows}",
+             f"a multiple of {rows}"),
+            (evaluation % shares == 0, f"eval.batch_size={evaluation} {by} = {shares}", f"a multiple of {shares}"),
+        ]  # fmt: skip
 
     @property
     def seeded_optim(self) -> OptimConfig:
@@ -425,5 +403,6 @@ class Config:
           UserError: If the devices are too few, or a batch does not divide.
         """
         data, fsdp, tensor = self.mesh.sizes(device_count)
-        self._require_rows(data * fsdp)
+        for check in self._checks_of_rows(data * fsdp):
+            require(*check)
         return data, fsdp, tensor

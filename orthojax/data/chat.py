@@ -1,11 +1,13 @@
 """Chat templates of published models: messages as the text that a model was trained on."""
 
-import datetime
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from orthojax.data import chat_process
 from orthojax.data.published import open_gguf
 from orthojax.errors import UserError, needing
 from orthojax.files import read_json
@@ -35,7 +37,10 @@ def chat_template(path: Path) -> ChatTemplate:
         declared = read_json(config, "file of a model") if config.is_file() else {}
         found, names = declared.get("chat_template"), [declared.get("bos_token"), declared.get("eos_token")]
         if (path / "chat_template.jinja").is_file():
-            found = (path / "chat_template.jinja").read_text(encoding="utf-8")
+            try:
+                found = (path / "chat_template.jinja").read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path / 'chat_template.jinja'} is not UTF-8: {error}") from None
     if isinstance(found, list):  # of {"name", "template"}
         named = {of.get("name"): of.get("template") for of in found if isinstance(of, dict)}
         found = named.get("default")
@@ -45,40 +50,29 @@ def chat_template(path: Path) -> ChatTemplate:
     return ChatTemplate(found, bos, eos)
 
 
-def render_chat(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(template: ChatTemplate, messages: Sequence[Mapping[str, str]], *, seconds: int = 10) -> str:
     """Renders messages, {"role", "content"}, and the start of the answer, as transformers' `apply_chat_template` does.
 
-    `Tokenizer.encode_special` turns the text into ids.
+    `Tokenizer.encode_special` turns the text into ids. The template runs in another process, for at most `seconds`.
 
     Raises:
-      UserError: If the template refuses the messages, or is not a template.
+      UserError: If the template refuses the messages, is not a template, or takes too long or too much.
     """
     with needing("a chat template", "reports"):
-        import jinja2
-        import jinja2.ext
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        """Lets {% generation %} ... {% endgeneration %} stand for what is between them."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        import jinja2  # noqa: F401  # which the process imports
     given = {"bos_token": template.bos_token, "eos_token": template.eos_token, "tools": None, "documents": None}
+    given |= {"messages": list(messages), "add_generation_prompt": True}
+    request = json.dumps({"source": template.source, "given": given, "seconds": seconds})
+    program = [sys.executable, "-I", chat_process.__file__]
     try:
-        made = environment.from_string(template.source)
-        return made.render(messages=list(messages), add_generation_prompt=True, **given)
-    except Exception as error:  # of the template, which may compute anything
-        raise UserError(f"the chat template refuses: {str(error)[:200]}") from None
+        done = subprocess.run(program, input=request, capture_output=True, text=True, timeout=2 * seconds)
+        answer = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):  # stopped by its limits, without an answer
+        answer = {"error": f"it takes over {seconds} seconds or {chat_process.BYTES >> 30} GiB"}
+    if "error" in answer:
+        raise UserError(f"the chat template refuses: {answer['error']}")
+    try:
+        answer["text"].encode()
+    except UnicodeEncodeError as error:  # half of a character
+        raise UserError(f"the chat template gives text that is not Unicode: {error}") from None
+    return answer["text"]

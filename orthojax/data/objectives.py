@@ -1,12 +1,12 @@
 """Objectives besides the next token: rows whose tokens are masked, or cut out in spans, as functions of seed and row.
 
-Letters: T input positions of a row. A corrupted row is int32 [2 T]: inputs, then the target of each position, -1 if it
-does not count. The last id of the model's vocabulary, V - 1, is the mask, or ends the prefix of a row with spans; the
-ids before it, downwards, are the sentinels of the spans, as in T5.
+A corrupted row of T positions is int32 [2 T]: inputs, then the target of each position, -1 if it does not count. Of the
+V ids of the model the last, V - 1, is the mask, or ends the prefix of a row with spans; the ids before it, downwards,
+are the sentinels of the spans.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -14,40 +14,26 @@ SHARE = 0.15  # of the tokens are predicted, in BERT and in T5
 SPAN = 3.0  # mean length of T5's spans
 
 
-class Spans(NamedTuple):
-    """The sizes of a row with spans cut out: text (begin token included), tokens cut out, and number of spans."""
+def span_sizes(length: int) -> tuple[int, int, int]:
+    """Returns for rows of T = `length`: tokens of text with the begin token, how many are cut out, in how many spans.
 
-    text: int
-    noise: int
-    spans: int
-
-
-def span_sizes(length: int) -> Spans:
-    """Returns the sizes of rows of T = `length` input positions: 15% noise in spans of mean length 3, rounded.
-
-    The number of spans is fixed, as in T5's code, so that rows have no padding. Definition here: T5 fits the text to
-    the lengths of inputs and targets, this function to their sum.
+    That last number is fixed, as in T5's code, so that rows have no padding. T5 fits the text to the lengths of
+    inputs and targets, this function to their sum.
 
     >>> span_sizes(64)
-    Spans(text=57, noise=9, spans=3)
+    (57, 9, 3)
     """
     # spans = 0.15 text / 3 and text = T - 1 - 2 spans.
     spans = max(1, round((length - 1) / (SPAN / SHARE + 2)))
     text = length - 1 - 2 * spans
-    return Spans(text, max(spans, round(SHARE * text)), spans)
+    return text, max(spans, round(SHARE * text)), spans
 
 
 def mask_tokens(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, text_ids: int) -> np.ndarray:
-    """Masks 15% (rounded) of the tokens [T] except the first: int32 [2 T].
+    """Masks 15% (rounded) of int [T] tokens except the first: int32 [2 T].
 
-    Of the chosen tokens 80% become the mask, 10% any id of the text, and 10% stay, drawn for each (BERT, `arXiv
-    1810.04805 <https://arxiv.org/abs/1810.04805>`_, section 3.1). All chosen tokens are targets, the others are not.
-
-    Args:
-      tokens: Ids of text, int [T].
-      random: Source of the positions.
-      vocab_size: V, of the model.
-      text_ids: Ids below this are text.
+    Of the chosen tokens, the targets, 80% become the mask, 10% any id below `text_ids`, and 10% stay (BERT, `arXiv
+    1810.04805 <https://arxiv.org/abs/1810.04805>`_, section 3.1).
 
     >>> mask_tokens(np.arange(10, 18), np.random.default_rng(0), 100, 90).tolist()
     [10, 11, 12, 13, 14, 15, 99, 17, -1, -1, -1, -1, -1, -1, 16, -1]
@@ -62,25 +48,18 @@ def mask_tokens(tokens: np.ndarray, random: np.random.Generator, vocab_size: int
 
 
 def cut_spans(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, length: int) -> np.ndarray:
-    """Cuts spans out of tokens and makes them the targets: int32 [2 T].
+    """Cuts spans out of tokens, but never the first, and makes them the targets: int32 [2 T].
 
-    The row is text, sentinel 0, text, sentinel 1, ..., V - 1; then sentinel 0, span 0, sentinel 1, span 1, ..., and one
-    more sentinel, as in Figure 2 of T5 (`arXiv 1910.10683 <https://arxiv.org/abs/1910.10683>`_). The targets are what
-    follows V - 1. Text and spans alternate, and all ways to cut each of them are equally likely.
-
-    Args:
-      tokens: Ids of text, int [span_sizes(T).text]; the first is never cut out.
-      random: Source of the spans.
-      vocab_size: V, of the model; sentinel i is V - 2 - i.
-      length: T.
+    The row is text, sentinel 0, text, sentinel 1, ..., V - 1; then the targets, sentinel 0, span 0, sentinel 1, span 1,
+    ..., and one more sentinel, as in Figure 2 of T5 (`arXiv 1910.10683 <https://arxiv.org/abs/1910.10683>`_). Sentinel
+    i is V - 2 - i; text and spans alternate, and all ways to cut each of them are equally likely.
 
     >>> cut_spans(np.arange(10, 15), np.random.default_rng(0), 100, 8).tolist()
     [10, 11, 12, 13, 98, 99, 98, 14, -1, -1, -1, -1, -1, 98, 14, 97]
     """
     n, noise, spans = span_sizes(length)
     kept, cut = (_parts(random, total, spans) for total in (n - noise, noise))
-    ends = np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1]
-    pieces = np.split(np.asarray(tokens, np.int32), ends)
+    pieces = np.split(np.asarray(tokens, np.int32), np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1])
     sentinels = np.array(vocab_size - 2 - np.arange(spans + 1), np.int32)[:, None]
     text = [ids for i, piece in enumerate(pieces[::2]) for ids in (piece, sentinels[i])]
     asked = [ids for i, piece in enumerate(pieces[1::2]) for ids in (sentinels[i], piece)]
@@ -98,29 +77,25 @@ def _parts(random: np.random.Generator, total: int, parts: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """Makes the rows of an objective from rows of text."""
+    """Makes the rows of an objective from rows of text; `text_length` tokens of text make a row."""
 
     objective: Literal["masked", "span_corruption"]
     length: int  # T
-    vocab_size: int  # V, of the model
+    vocab_size: int  # V
     text_ids: int  # ids below this are text
 
     @property
     def text_length(self) -> int:
         """The number of text tokens, begin token included, in a row."""
-        return self.length if self.objective == "masked" else span_sizes(self.length).text
+        return self.length if self.objective == "masked" else span_sizes(self.length)[0]
 
     @property
     def needed_ids(self) -> int:
         """The number of ids that the text and the objective itself need."""
-        return self.text_ids + (1 if self.objective == "masked" else span_sizes(self.length).spans + 2)
+        return self.text_ids + (1 if self.objective == "masked" else span_sizes(self.length)[2] + 2)
 
     def __call__(self, rows: np.ndarray, key: tuple[int, ...], start: int = 0) -> np.ndarray:
-        """Corrupts rows of text int32 [B, text_length], into int32 [B, 2 T].
-
-        Row start + i is a function of only the key, start + i and its tokens, so a batch does not depend on anything
-        before it.
-        """
+        """Corrupts int32 [B, text_length]; row start + i depends on only the key, start + i and its tokens."""
         done = np.empty((len(rows), 2 * self.length), np.int32)
         for i, row in enumerate(rows):
             random = np.random.default_rng((*key, start + i))

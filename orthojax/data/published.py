@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from orthojax.data.gguf_header import check_header, check_offsets
 from orthojax.errors import UserError, needing
 from orthojax.files import require_file
 
@@ -33,19 +34,25 @@ def open_gguf(path: Path) -> Gguf:
 @functools.lru_cache(maxsize=2)
 def _parsed(path: Path, _: tuple[tuple[int, ...], ...]) -> Gguf:
     metadata, tensors = _read_part(path)
-    for other in _other_parts(path, metadata):
-        tensors |= _read_part(other)[1]
+    for number, other in enumerate(_other_parts(path, metadata), start=1):
+        of_part, more = _read_part(other)
+        if of_part.get("split.no") != number or not tensors.keys().isdisjoint(more):
+            problem = f"{other} says that it is part {of_part.get('split.no')}"
+            raise UserError(problem, allowed=f"part {number}, counted from 0, of one file")
+        tensors |= more
     return Gguf(MappingProxyType(metadata), MappingProxyType(tensors))
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     with needing(str(path), "pretrained"):
         from gguf import GGUFReader
+    check_header(path)
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise UserError(f"{path} is damaged, or no GGUF file: {error}") from None
+    check_offsets(path, reader.tensors)
     # Not the reader itself: it has several arrays for each word of the tokenizer.
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
@@ -62,7 +69,7 @@ def _parts(path: Path, count: int) -> list[Path]:
 
 def _other_parts(path: Path, metadata: Mapping[str, Any]) -> list[Path]:
     count = metadata.get("split.count", 1)
-    if count <= 1:
+    if not isinstance(count, int) or count <= 1:
         return []
     if not _is_first(path, f"{count:05d}"):
         allowed = f"the first of them, NAME-00001-of-{count:05d}.gguf, beside the others"

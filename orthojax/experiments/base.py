@@ -65,7 +65,7 @@ SHALLOW_MODEL = Config(
     eval=EvalConfig(sequences=512, batch_size=64),
 )
 
-# The main job: ordinary text with weight decay, so that outliers and dominance both appear in two minutes on a core.
+# The main job: ordinary text with weight decay, so that outliers and dominance both appear within 2,500 steps.
 MAIN_MODEL = config("tiny_vanilla")
 # Repeated passages, no decay, wider MLPs, more tokens: copying begins, and with it dominance.
 REPEATED_MODEL = replace(

@@ -160,6 +160,11 @@ class Metric(Quantity):
         return Expr(f"{self.name} of {variant}", value, ((self, variant),), names, show=show, brief=brief)
 
 
+def shares(*names: str) -> list[Metric]:
+    """Returns metrics of a study that are fractions of a whole, to be written in percent; the catalogue lacks them."""
+    return [Metric(name, show=share) for name in names]
+
+
 def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
     """Returns a function of several expressions, written as `words(a, b)`."""
     parts = [_as_expr(expr) for expr in exprs]

@@ -11,7 +11,7 @@ import numpy as np
 
 from orthojax.config import Config
 from orthojax.experiments.stored import NUMBER, check
-from orthojax.files import kept
+from orthojax.files import read_with_digest, write_with_digest
 from orthojax.train import init_state, make_mesh, make_train_step, place_rows, state_shapes
 
 REPEATS = 9
@@ -28,20 +28,19 @@ def step_costs(
       Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
       state and of the compiled program; nothing for a variant that does not fit into memory.
     """
-
-    def measured() -> dict[str, dict[str, float]]:
-        costs: dict[str, dict[str, float]] = {}
-        for base in dict.fromkeys(map(reference, configs)):
-            group = {name: config for name, config in configs.items() if reference(name) == base}
-            print(f"timing the training step of {', '.join(group)}, interleaved", file=sys.stderr, flush=True)
-            try:
-                costs |= _costs_of(group, base)
-            except jax.errors.JaxRuntimeError as error:
-                print(f"failed: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+    if path.exists():
+        costs = read_with_digest(path, "costs")
+        check(costs, {...: {...: NUMBER}}, str(path))
         return costs
-
-    costs = kept(path, "costs", measured)
-    check(costs, {...: {...: NUMBER}}, str(path))
+    costs: dict[str, dict[str, float]] = {}
+    for base in dict.fromkeys(map(reference, configs)):
+        group = {name: config for name, config in configs.items() if reference(name) == base}
+        print(f"timing the training step of {', '.join(group)}, interleaved", file=sys.stderr, flush=True)
+        try:
+            costs |= _costs_of(group, base)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"failed: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+    write_with_digest(path, costs)
     return costs
 
 

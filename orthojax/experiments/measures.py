@@ -93,6 +93,11 @@ def _rounding(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
 
 
+def _four_bits(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    settings = {name: quant.setting_named(name) for name in FOUR_BIT}
+    return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
+
+
 # For every run. If a metric is added to `evaluate`, the name here must change, since stored files lack the metric.
 ALWAYS = (
     Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, settings={}, on_progress=say))),
@@ -100,6 +105,8 @@ ALWAYS = (
 )
 # For every run unless `Study.rounding` is off: each setting compiles a program of its own.
 ROUNDING = Measure("rounding", _rounding)
+FOUR_BIT = ("w4a8", "w4a4")  # kernels of 4 bits, with inputs of 8 and 4
+FOUR_BITS = Measure("four_bits", _four_bits)
 
 
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:

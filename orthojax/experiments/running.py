@@ -21,9 +21,18 @@ from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
 from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, StudyResults, results_of
-from orthojax.files import finite, kept, make_folder, read_with_digest, write_text, write_with_digest
+from orthojax.files import finite, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
-from orthojax.train import DivergedError, Inputs, check_workdir, find_checkpoint, load, open_inputs, train
+from orthojax.train import (
+    DivergedError,
+    Inputs,
+    check_workdir,
+    find_checkpoint,
+    load,
+    open_inputs,
+    require_same_data,
+    train,
+)
 
 _SECONDS_BETWEEN_LINES = 10.0
 _BYTES_OF_A_RUN = 2e9  # of host memory, for as many concurrent runs as there are cores
@@ -139,17 +148,18 @@ def _runs(
 
 def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
     """Returns the rows of one seed of a computation, reusing those that an earlier call kept."""
-    rows, path = study.rows, workdir / "computed" / f"seed{seed}.json"
-    assert rows is not None
-
-    def compute() -> dict[str, Any]:
+    assert study.rows is not None
+    path = workdir / "computed" / f"seed{seed}.json"
+    if not path.exists():
         print(f"{study.name}: seed {seed}", file=sys.stderr, flush=True)
         path.parent.mkdir(exist_ok=True)
         with jax.enable_x64(True):
-            made = [(row, {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}) for row in rows(seed)]
-        return {"rows": [row._asdict() | plain for row, plain in made]}
-
-    computed = kept(path, "computed rows", compute)
+            rows = [
+                row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
+                for row in study.rows(seed)
+            ]
+        write_with_digest(path, {"rows": rows})
+    computed = read_with_digest(path, "computed rows")
     check(computed, COMPUTED, str(path))
     return [{"variant": row["variant"], "seed": seed, **row} for row in computed["rows"]]
 
@@ -209,7 +219,11 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     row = _row(run) | {"data": inputs.provenance}
     say = _Ticker(str(run))
     try:
-        checkpoint = run.given.checkpoint if run.given else _train(run, inputs, say)
+        if run.given:
+            checkpoint = run.given.checkpoint
+            _require_same_given(run, checkpoint, inputs)
+        else:
+            checkpoint = _train(run, inputs, say)
         if (trained := run.folder / "trained.json").exists():
             note = read_with_digest(trained, "note on a training")
             check(note, {"seconds": NOT_NEGATIVE}, str(trained))
@@ -227,6 +241,21 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
         row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
         say(row["failed"], now=True)
     return row
+
+
+def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
+    """Notes which files and data an existing model is measured with; UserError if what is stored is of others."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file()) if checkpoint.is_dir() else [checkpoint]
+    stats = [(str(path), path.stat()) for path in files]
+    weights = sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode()).hexdigest()
+    now = {"files": weights, "data": sha256(json.dumps(inputs.provenance, sort_keys=True).encode()).hexdigest()}
+    path = run.folder / "measured_of.json"
+    if not path.exists():
+        write_with_digest(path, now)
+    before = read_with_digest(path, "note on a model")
+    if changed := [name for name in now if before.get(name) != now[name]]:
+        problem = f"{run.folder} has numbers of {checkpoint} with other {' and '.join(changed)}"
+        raise UserError(problem, allowed="the same, or a new --workdir; without the folder it is measured again")
 
 
 class _Ticker:
@@ -265,7 +294,9 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
             raise
         seconds = round(time.monotonic() - started, 1)
         write_with_digest(run.folder / "trained.json", environment() | {"seconds": seconds})
-    return find_checkpoint(run.folder)
+    checkpoint = find_checkpoint(run.folder)
+    require_same_data(checkpoint, inputs.provenance)  # also of a run that an earlier call finished
+    return checkpoint
 
 
 def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> dict[tuple[str, int], str]:

@@ -1,5 +1,6 @@
 """Checks of results.json and the other files that experiments read back, made once, when they are read."""
 
+import math
 import re
 import reprlib
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orthojax.analysis.catalogue import limits
 from orthojax.errors import UserError, nearest
 from orthojax.files import read_json
 
@@ -19,8 +21,9 @@ class Kind(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_number(value: Any, low: float = -sys.float_info.max, high: float = sys.float_info.max) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # NaN is not
+def _number(allowed: str, low: float, high: float = sys.float_info.max, kinds: Any = int | float) -> Kind:
+    # A bool is an int, and NaN in no range.
+    return Kind(allowed, lambda x: isinstance(x, kinds) and not isinstance(x, bool) and low <= x <= high)
 
 
 def _is_text(value: Any) -> bool:
@@ -30,19 +33,10 @@ def _is_text(value: Any) -> bool:
 
 NAME = Kind("a name", lambda value: _is_text(value) and 0 < len(value) <= 200 and value.isprintable())
 TEXT = Kind("text", _is_text)
-SEED = Kind("an integer, 0 to 2**32 - 1", lambda value: isinstance(value, int) and _is_number(value, 0, 2**32 - 1))
-COUNT = Kind("an integer, 0 or more", lambda value: isinstance(value, int) and _is_number(value, 0, 2**63))
-NUMBER = Kind("a finite number", _is_number)
-NOT_NEGATIVE = Kind("a finite number, 0 or more", lambda value: _is_number(value, 0))
-# Metrics with a limited range, by a pattern that matches their names. Weights of ReLU attention may exceed 1, and the
-# kurtosis of a constant vector is 0.
-_SHARE = Kind("a number, 0 to 1", lambda value: _is_number(value, -1e-4, 1 + 1e-4))  # up to rounding of float32 sums
-_KINDS = (
-    ("first_attention_fraction|sink_rate|active_at_triggers|active_elsewhere", _SHARE),
-    ("perplexity", Kind("a finite number, 1 or more", lambda value: _is_number(value, 1 - 1e-6))),
-    ("perplexity_.*", Kind("a finite number above 0", lambda value: _is_number(value, sys.float_info.min))),
-    ("(post_attention_|rotated_)?(kurtosis|max_abs|norm_ratio)_.*|(validation_)?loss_nats", NOT_NEGATIVE),
-)
+SEED = _number("an integer, 0 to 2**32 - 1", 0, 2**32 - 1, int)
+COUNT = _number("an integer, 0 or more", 0, 2**63, int)
+NUMBER = _number("a finite number", -sys.float_info.max)
+NOT_NEGATIVE = _number("a finite number, 0 or more", 0)
 FIELD = Kind("a number, text, true, false, null or a list of them", lambda value: not isinstance(value, dict))
 TRUE = Kind("true", lambda value: value is True)
 # A shape is a kind, a list of one, or a dict: key -> shape, with "?" behind a key that may be missing, or under `...`
@@ -63,15 +57,16 @@ def check(value: Any, shape: Any, where: str) -> None:
     """Raises UserError for a value of the wrong shape; `where` names it."""
     if isinstance(shape, Kind):
         if not shape.holds(value):
-            raise UserError(f"{where} is {_brief(value)}", allowed=shape.allowed)
+            raise UserError(f"{where} is {reprlib.repr(value)}", allowed=shape.allowed)
     elif not isinstance(value, type(shape)):
-        raise UserError(f"{where} is {_brief(value)}", allowed="a list" if isinstance(shape, list) else "an object")
+        allowed = "a list" if isinstance(shape, list) else "an object"
+        raise UserError(f"{where} is {reprlib.repr(value)}", allowed=allowed)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             check(item, shape[0], f"{where}[{i}]")
     elif ... in shape:
         for key, item in value.items():
-            check(item, shape[...], f"{where}, {_brief(key)}")
+            check(item, shape[...], f"{where}, {reprlib.repr(key)}")
     else:
         for key, inner in shape.items():
             if (name := key.rstrip("?")) in value:
@@ -81,19 +76,14 @@ def check(value: Any, shape: Any, where: str) -> None:
                 raise UserError(f"{where} has no {name!r}", allowed=f"an object with {needed}")
 
 
-def _brief(value: Any) -> str:
-    """Returns a value in a few words: an integer of thousands of digits cannot be printed."""
-    if isinstance(value, int) and not _is_number(value, -1e15, 1e15) and not isinstance(value, bool):
-        return "an integer of more than 15 digits"
-    return reprlib.repr(value)
-
-
 def check_metrics(metrics: Any, where: str) -> dict[str, float]:
-    """Returns metrics, name -> finite number within the metric's range; raises UserError for others."""
+    """Returns metrics, name -> finite number within the limits of the catalogue; raises UserError for others."""
     check(metrics, {...: NUMBER}, where)
     for name, value in metrics.items():
-        base = name.partition("/")[0]
-        check(value, next((kind for of, kind in _KINDS if re.fullmatch(of, base)), NUMBER), f"{where}, {name}")
+        low, high = limits(name)
+        words = f"a number, {low:g} to {high:g}" if high < math.inf else f"a finite number, {low:g} or more"
+        rounding = 1e-4  # of float32 sums
+        check(value, _number(words, low - rounding, high + rounding), f"{where}, {name}")
         if _PLACE.search(name):
             raise UserError(f"{where} has {name!r}", allowed="layers, heads and steps as numbers, such as /layer_3")
     return {name: float(value) for name, value in metrics.items()}  # NumPy has no integers as large as JSON's

@@ -99,7 +99,7 @@ class Study:
       claims: Claims with their criteria.
       pictures: By name; see `figures`.
       headlines: (metric, variant before, variant after) of the numbers on top of the page.
-      note: What a reader must know besides the table, or a function of the results that returns it.
+      note: What a reader must know besides the table.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Study:
     claims: Sequence[Claim] = ()
     pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
     headlines: Sequence[tuple[str | Quantity, str, str]] = ()
-    note: str | Callable[[Results], str] = ""
+    note: str = ""
 
     @property
     def published(self) -> Mapping[str, Published]:
@@ -267,11 +267,10 @@ def make_report(results: StudyResults) -> Report:
             continue
     judged = [judge(claim, results) for claim in study.claims]
     untestable = {read for of in judged for case in of.cases if not case.testable for read in case.reads}
-    note = study.note(results) if callable(study.note) else study.note
     return Report(
         title=study.title[:1].upper() + study.title[1:],
         setting=_setting(results),
-        sentences=[note, *_about_the_data(results)],
+        sentences=[study.note, *_about_the_data(results)],
         headlines=_headlines(results),
         verdicts=[as_verdict(of) for of in judged],
         tables=[_plain(table, untestable) for table in tables],
@@ -380,7 +379,8 @@ def _notes(results: StudyResults) -> list[str]:
         notes.append(", ".join([*(provenance[key] for key in ("date", "device") if key in provenance), *versions]))
     for entry in provenance.get("data", ()):
         tokens = f", {entry['train']['n_tokens']:,} training tokens" if "train" in entry else ""
-        notes.append(f"{entry['source']}{tokens}, sha256 {entry.get('source_sha256', 'unknown')}")
+        sha256 = f", sha256 {entry['source_sha256']}" if "source_sha256" in entry else ""
+        notes.append(f"{entry['source']}{tokens}{sha256}")
     if "wall_seconds" in provenance:
         notes.append(f"{duration(provenance['wall_seconds'])} of training and computing, summed over runs")
     return notes

@@ -16,7 +16,7 @@ from orthojax.model.cache import CachedLayer
 from orthojax.model.interventions import Interventions, force_weights, scale_first
 from orthojax.model.layers import Norm, Part
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
-from orthojax.ops.normalizers import ClippedSoftmax, Normalizer, apply_normalizer
+from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.rotary import (
     dynamic_frequencies,
     llama3_frequencies,
@@ -45,8 +45,6 @@ class Attention(Part):
         c = self.config
         B, T, _ = x.shape
         query, key, value = self.query_key_value(x)
-        if c.gated_attention == "value":
-            value = value_gated(value, self.dense("gate", c.kv_heads)(value.reshape(B, T, -1)))
         new, query_positions, key_positions = (key, value), jnp.arange(T), jnp.arange(T)
         if cached is not None:
             key, value = cached.joined(key, value)
@@ -120,8 +118,6 @@ class Attention(Part):
         c = self.config
         if c.normalizer == "softmax_n":
             return c.normalizer_n
-        if c.normalizer == "clipped_softmax":
-            return ClippedSoftmax()
         if c.normalizer == "learned_sink":
             return self.param("sink", nn.initializers.constant(c.sink_init), (c.num_heads,), jnp.float32)
         return c.normalizer
@@ -175,27 +171,6 @@ class LatentAttention(Attention):
 
     def _latent(self, x: jax.Array, name: str, width: int) -> jax.Array:
         return Norm(self.config, name=f"{name}_norm")(self.dense(name, width, use_bias=self.config.has_qkv_bias)(x))
-
-
-def value_gated(value: jax.Array, gate: jax.Array) -> jax.Array:
-    r"""Computes the gated values of value-state gated attention, :math:`\sigma(g_j^h) v_j^h` for head h and position j.
-
-    A head can then ignore what it attends to without a drained value: a closed gate also stops the gradient of the
-    value. The cache and `Taps.values` have the gated values.
-
-    Definition here: one gate for each key-value head, :math:`g_j = W_g [v_j^1, ..., v_j^K]`, inside the sum over keys,
-    as in the paper's derivation (Eq. 4 and 6), which was read in a summary. According to that summary, the
-    appendix instead multiplies the output of a head by the gate of the query's own values; bias and initial values of
-    the gate were not verified.
-
-    Args:
-      value: [B, T, K, d_value].
-      gate: The logits of the gates, [B, T, K].
-
-    Reference:
-      Value-State Gated Attention, `arXiv 2510.09017 <https://arxiv.org/abs/2510.09017>`_, 2025.
-    """
-    return value * jax.nn.sigmoid(gate)[..., None]
 
 
 def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None, layer: int = 0) -> jax.Array:

@@ -106,33 +106,6 @@ class Norm(nn.Module):
         return x
 
 
-class NormGate(Part):
-    r"""The gate of GatedNorm: :math:`y = x \odot \sigma(W_2\, \mathrm{silu}(W_1 x))`, x the output of a norm.
-
-    A model can then rescale its channels token by token without an outlier in the stream that a norm divides by.
-
-    Definition here: gates are on the norms before attention and MLP (or wherever `block` puts them) and on the final
-    one, not on those of queries, keys and latents; they have no biases, and their kernels are initialised like all
-    others. The equation was read in code that names the paper.
-
-    Reference:
-      A Unified View of Attention and Residual Sinks, `arXiv 2601.22966 <https://arxiv.org/abs/2601.22966>`_, 2026.
-    """
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., D] float32 to [..., D] float32."""
-        c = self.config
-        hidden = jax.nn.silu(self.dense("input", c.gated_norm_rank, use_bias=False)(x))
-        return x * jax.nn.sigmoid(self.dense("output", c.d_model, use_bias=False)(hidden).astype(x.dtype))
-
-
-def stream_norm(x: jax.Array, config: ModelConfig, linear: LinearFunction, name: str) -> jax.Array:
-    """Computes a norm of the residual stream, with its gate if the config has one; the calling module gets both."""
-    x = Norm(config, name=name)(x)
-    return NormGate(config, linear, name=f"{name}_gate")(x) if config.gated_norm_rank else x
-
-
 def _swiglu_clamped(hidden: jax.Array, gate: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
     gate = jnp.minimum(gate, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(hidden, -limit, limit) + 1.0)

@@ -22,9 +22,9 @@ from orthojax.model.layers import (
     Feedforward,
     Linear,
     LinearFunction,
+    Norm,
     kernel_initializer,
     linear,
-    stream_norm,
 )  # fmt: skip
 from orthojax.ops.attention import ATTENTION_NAME
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
@@ -99,12 +99,13 @@ class Block(nn.Module):
         return x, self.observe(seen)
 
     def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: str) -> jax.Array:
-        """Applies the norm of a part if it has one at `at`: its input, its output, or the sum with the stream."""
+        """Applies the norm of a part of this layer at its input, at its output or at the sum, if it is there."""
         c = self.config
         places = {"post_norm": ["sum"], "output_norm": ["output"], "sandwich_norm": ["input", "output"]}
-        there = at in places.get(c.block, ["input"]) and c.layer_norm(part, self.layer)
+        has_part = c.layer_attention(self.layer) if part == "attention" else c.layer_mlp(self.layer) != "none"
+        there = has_part and at in places.get(c.block, ["input"])
         second = c.block == "sandwich_norm" and at == "output"
-        return stream_norm(x, c, self.linear, f"{part}_output_norm" if second else f"{part}_norm") if there else x
+        return Norm(c, name=f"{part}_output_norm" if second else f"{part}_norm")(x) if there else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
         return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
@@ -223,7 +224,7 @@ class Transformer(nn.Module):
         x, observed = self._blocks(x, interventions, observe, cache, slots, prefix)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
-        x = (x if c.block == "post_norm" else stream_norm(x, c, self.linear, "final_norm")).astype(dtype)
+        x = (x if c.block == "post_norm" else Norm(c, name="final_norm")(x)).astype(dtype)
         x = self._projected(x, "head_input") if c.embedding_projection else x
         if c.tie_embeddings and c.fixed_rotation:
             x = from_residual(x, _TOKEN_TABLE)

@@ -10,10 +10,8 @@ from orthojax.ops.attention import weighted_values as weighted_values
 from orthojax.ops.cross_entropy import chunked_cross_entropy_sum_nats as chunked_cross_entropy_sum_nats
 from orthojax.ops.cross_entropy import cross_entropy_nats as cross_entropy_nats
 from orthojax.ops.cross_entropy import positions_at_once as positions_at_once
-from orthojax.ops.normalizers import ClippedSoftmax as ClippedSoftmax
 from orthojax.ops.normalizers import Normalizer as Normalizer
 from orthojax.ops.normalizers import apply_normalizer as apply_normalizer
-from orthojax.ops.normalizers import clipped_softmax as clipped_softmax
 from orthojax.ops.normalizers import gelu as gelu
 from orthojax.ops.normalizers import relu as relu
 from orthojax.ops.normalizers import sigmoid as sigmoid

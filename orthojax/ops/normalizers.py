@@ -5,11 +5,10 @@ have the shape and dtype of the logits (float32 for integers). A row whose keys 
 zero, except with `softmax`, which behaves as in `jax.nn`. Only softmax has rows that always sum to 1.
 """
 
-import dataclasses
 import math
 import numbers
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +16,11 @@ import numpy as np
 
 from orthojax.ops.statistics import at_least_float32
 
-
-@dataclasses.dataclass(frozen=True)
-class ClippedSoftmax:
-    """The normalizer `clipped_softmax` with its parameters; ValueError outside the paper's ranges or if infinite."""
-
-    gamma: float = -0.025  # <= 0; if less, small weights become exactly 0. Usually about -10 / (number of keys)
-    zeta: float = 1.0  # >= 1; if more, large weights become exactly 1
-
-    def __post_init__(self):
-        if not -math.inf < self.gamma <= 0.0 or not 1.0 <= self.zeta < math.inf:
-            raise ValueError(f"{self}; allowed: a finite gamma <= 0 and a finite zeta >= 1")
-
-
 _SOFTPICK_EPSILON = 1e-8
 
 Axis = int | tuple[int, ...] | None
-Normalizer = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick"] | float | jax.Array | ClippedSoftmax
+Name = Literal["softmax", "softmax1", "relu", "gelu", "sigmoid", "softpick"]  # functions of this module
+Normalizer = Name | float | jax.Array
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -125,31 +112,6 @@ def softmax(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) 
     if where is not None:
         x = jnp.where(_boolean(where), x, 0.7 * float(jnp.finfo(x.dtype).min))
     return _as_dtype_of(logits, jax.nn.softmax(x, axis))
-
-
-def clipped_softmax(
-    logits: jax.Array,
-    gamma: float = ClippedSoftmax.gamma,
-    zeta: float = ClippedSoftmax.zeta,
-    axis: Axis = -1,
-    where: jax.Array | None = None,
-) -> jax.Array:
-    """Computes clip((zeta - gamma) softmax(x) + gamma, 0, 1): softmax stretched to [gamma, zeta], clipped to [0, 1].
-
-    A head can give a key weight 0 or 1 with finite logits; a clipped weight has no gradient. The paper uses
-    gamma = -alpha / T with alpha about 12 at T = 512 keys, or a fixed -0.025 at T = 128. ValueError for numbers outside
-    the ranges of `ClippedSoftmax`; other arguments and the result are as for `softmax1`.
-
-    Reference:
-      Quantizable Transformers, `arXiv 2306.12929 <https://arxiv.org/abs/2306.12929>`_, 2023.
-
-    >>> import jax.numpy as jnp
-    >>> [round(float(w), 3) for w in clipped_softmax(jnp.log(jnp.array([0.1, 0.3, 0.6])), gamma=-0.25, zeta=1.5)]
-    [0.0, 0.275, 0.8]
-    """
-    ClippedSoftmax(gamma, zeta)
-    x = _masked(at_least_float32(logits), where)
-    return _as_dtype_of(logits, jnp.clip((zeta - gamma) * _softmax_with_constant(x, axis, 0.0) + gamma, 0.0, 1.0))
 
 
 def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
@@ -279,8 +241,8 @@ def _(axis, n, primals, tangents):
     return y, y * (t - jnp.sum(y * t, axis, keepdims=True))
 
 
-_BY_NAME = {function.__name__: function for function in (softmax, softmax1, relu, gelu, sigmoid, softpick)}
-_ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads], a ClippedSoftmax"
+_BY_NAME = {name: globals()[name] for name in get_args(Name)}
+_ALLOWED = ", ".join(_BY_NAME) + ", a number, an array [heads]"
 
 
 def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
@@ -291,10 +253,12 @@ def check_normalizer(normalizer: Normalizer, *heads: int) -> None:
     elif isinstance(normalizer, jax.Array | np.ndarray):
         if normalizer.shape != heads:
             raise ValueError(f"sink logits have shape {normalizer.shape}; expected one for each head, {heads}")
+        if not jnp.issubdtype(normalizer.dtype, jnp.floating):
+            raise ValueError(f"sink logits must be of a floating dtype, got {normalizer.dtype}")
     elif isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
         if not 0.0 <= float(normalizer) < math.inf:
             raise ValueError(f"softmax_n needs a finite n >= 0, got {normalizer}")
-    elif not isinstance(normalizer, ClippedSoftmax):
+    else:
         raise ValueError(f"normalizer {normalizer!r}; allowed: {_ALLOWED}")
 
 
@@ -302,16 +266,13 @@ def apply_normalizer(normalizer: Normalizer, logits: jax.Array, where: jax.Array
     """Computes weights over the last axis of attention logits.
 
     Args:
-      normalizer: A name, a number n (`softmax_n`), an array [heads] of sink logits (`softmax_with_sink`), or a
-        `ClippedSoftmax`.
+      normalizer: A name, a number n (`softmax_n`), or an array [heads] of sink logits (`softmax_with_sink`).
       logits: [batch, heads, queries, keys], float as the weights.
       where: Boolean mask that broadcasts against `logits`.
     """
     check_normalizer(normalizer, *logits.shape[-3:-2])
     if isinstance(normalizer, str):
         return _BY_NAME[normalizer](logits, where=where)
-    if isinstance(normalizer, ClippedSoftmax):
-        return clipped_softmax(logits, normalizer.gamma, normalizer.zeta, where=where)
     if not isinstance(normalizer, jax.Array | np.ndarray):
         return softmax_n(logits, float(normalizer), where=where)
     return softmax_with_sink(logits, jnp.asarray(normalizer)[None, :, None, None], where=where)
@@ -325,7 +286,7 @@ def sink_logit(normalizer: Normalizer) -> float | jax.Array | None:
     >>> sink_logit("softmax1"), sink_logit("softmax"), sink_logit("relu")
     (0.0, -inf, None)
     """
-    if isinstance(normalizer, str | ClippedSoftmax):
+    if isinstance(normalizer, str):
         return {"softmax1": 0.0, "softmax": -math.inf}.get(normalizer)  # pyright: ignore[reportArgumentType]
     if isinstance(normalizer, jax.Array | np.ndarray):
         return jnp.asarray(normalizer)

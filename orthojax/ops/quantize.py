@@ -7,7 +7,7 @@ step. Nothing here has a useful gradient (rounding is flat).
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from orthojax.ops.statistics import at_least_float32, shrink
 
 Axes = int | Sequence[int] | None
 Scheme = Literal["absmax", "zeropoint"]
-FloatFormat = Literal["e4m3", "mxfp4", "nvfp4"]
 
 _E4M3 = 448.0  # the largest of E4M3FN, which has no infinity
 _E2M1 = 6.0
@@ -230,6 +229,32 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     scale = _to_e4m3(largest / _E2M1)
     elements = _to_e2m1(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)))
     return back(join_blocks(elements * scale, at, wide.shape[at])).astype(jnp.asarray(x).dtype)
+
+
+class NumberFormat(NamedTuple):
+    """A number format: the functions that round to it, and its sizes.
+
+    Attributes:
+      bits: Width of a number; None for integers, which have any.
+      slices: (x, bits, axes) -> x rounded, with one scale for all of `axes`; None if it only has blocks.
+      blocks: (x, axes) -> x rounded in blocks along the first of `axes`, or along all; None if it has no blocks.
+      block: Neighbours in a block.
+    """
+
+    bits: int | None
+    slices: Callable[[jax.Array, int, Axes], jax.Array] | None
+    blocks: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
+    block: int = 0
+
+
+FORMATS = {
+    "absmax": NumberFormat(None, absmax),
+    "zeropoint": NumberFormat(None, zeropoint),
+    "e4m3": NumberFormat(8, lambda x, bits, axes: e4m3(x, axes), lambda x, axes: e4m3(x, axes, 128), 128),
+    "mxfp4": NumberFormat(4, None, lambda x, axes: mxfp4(x, axes[0]), 32),
+    "nvfp4": NumberFormat(4, None, lambda x, axes: nvfp4(x, axes[0], axes if len(axes) > 1 else None), 16),
+}
+"""The number formats by name. Settings of its floats and the card's list are made from it."""
 
 
 def _scaled_to(wide: jax.Array, axes: Axes, largest: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:

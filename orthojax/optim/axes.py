@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -79,17 +79,20 @@ def checked_axes(axes: Any) -> GenericAxes | int:
 
 
 # Names of arrays, and of the modules that hold them, in lower case and without numbers.
-_KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z]?)(_.*)?")
+_KERNEL = re.compile(r"(.*_)?(kernel|weights?|w[a-z]?|lora_[ab])(_.*)?")
 _OF_MODULE = re.compile(r"weights?|w|table")  # only the module's name says what it is
 _TABLE = re.compile(
     r"(?!.*(patch|unembed))(.*emb(s|eds?|edder|eddings?)?(_(tokens?|positions?|in|linear|table|weights?))?|(.*_)?w[tp]e)"
 )
 _VECTOR = re.compile(r"b|(.*_)?(bias|scale|offset|gain|gamma|beta|sinks?|sink_logits?|(cls|class|mask)_token)")
+_PER_CHANNEL = re.compile(r"b|(.*_)?(bias|scale|offset|gain|gamma|beta)(_.*)?")
+_OF_VALUES = re.compile(r"value_embed(s|ding|dings)?")  # tables that are added to values, not to the residual stream
+_ROUTER = re.compile(r"(.*_)?(router|gate)")  # may be [experts, d_model] beside experts that lead
 _NORM = re.compile(r"(?!.*(proj|linear|dense|conv))(.*norms?|(.*_)?(ln|rms))(_.*)?")  # not a linear layer behind one
-# Kernels that write to the residual stream or read it, if the shape does not say it.
-_WRITER = re.compile(r"(.*_)?(o|out|output|wo|down)(_?proj(ection)?)?|(.*_)?c_proj|proj_out")
+# Kernels that write to the residual stream or read it, if the shape does not say it; a `proj` only in attention.
+_WRITER = re.compile(r"(.*_)?(o|out|output|wo|down)(_?proj(ection)?)?|(.*_)?c_proj|proj_out|(.*_)?att(n|ention)/proj")
 _READER = re.compile(
-    r"(.*_)?(q|k|v|query|key|value|w[qkvi]|gate|up|in|input)(_?proj(ection)?)?|(.*_)?c_(attn|fc)|proj_in"
+    r"(.*_)?(q|k|v|query|key|value|receptance|w[qkvi]|gate|up|in|input)(_?proj(ection)?)?|(.*_)?c_(attn|fc)|proj_in"
 )
 
 
@@ -116,8 +119,9 @@ def generic_axes(
     - An embedding table (embedding, embed_tokens, tok_emb, wte, wpe, ..., or the weight, w or table of such a module)
       is rotated along its axis of length `axes`, or its last one if `axes` is a name, with one basis for all rows.
     - Vectors, also stacked ones [L, d], are left alone: bias, b, scale, offset, gain, gamma, beta, sink, cls_token and
-      the like, the weight or kernel of a norm, and any array with one axis longer than 1 that is not named as a kernel.
-      A `b` beside an `a` in the tree is a matrix.
+      the like, the weight or kernel of a norm or of a module called so (`scale/weights`), and any array with one axis
+      longer than 1 that is not named as a kernel. So is an array [L, d] whose name says nothing, if all kernels of
+      three axes or more beside it have L layers. A `b` beside an `a` in the tree is a matrix.
     - In all other arrays the last two axes are a kernel and those before them stacked layers, which is right for Dense
       and Linear, scanned or not. If it is wrong, name the axes yourself (a rule for `Rotation.axes`): in a convolution
       each spatial position counts as a layer; unless `axes` is a number, so do each row of flax's query
@@ -153,37 +157,89 @@ def generic_axes(
     return None if isinstance(found, str) else found
 
 
+_BY_SHAPE, _STACKED = "a vector by its shape", "a vector of each layer by its shape"
+
+
 class _Names(NamedTuple):
     """The last names of a path in lower case and without numbers, and what they say of the parameter."""
 
     name: str
     module: str
+    parent: str  # of the module
     is_table: bool
     is_kernel: bool  # is named as one
     why_vector: str  # "" if it is not one
 
 
-def _names(path: str, shape: tuple[int, ...], embeddings: str | None, shapes: Shapes) -> _Names:
+def _names(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> _Names:
     parts = [part for part in path.lower().split("/") if not part.isdigit()]
-    name, module = [*(re.sub(r"_?[0-9]+", "", part) for part in reversed(parts)), "", ""][:2]
-    if embeddings is None:
+    name, module, parent = [*(re.sub(r"_?[0-9]+", "", part) for part in reversed(parts)), "", "", ""][:3]
+    if rule.embeddings is None:
         table = bool(_TABLE.fullmatch(module if _OF_MODULE.fullmatch(name) else name))
     else:
-        table = bool(embeddings and re.search(embeddings, path))
+        table = bool(rule.embeddings and re.search(rule.embeddings, path))
     why, is_kernel = "", bool(_KERNEL.fullmatch(name))
     if len(shape) < 2:
         why = f"{len(shape)} {'axis' if len(shape) == 1 else 'axes'}, fewer than 2"
+    elif rule.embeddings is None and (of_values := [n for n in (name, module) if _OF_VALUES.fullmatch(n)]):
+        why = f"named {of_values[0]!r}"
     elif not table and _VECTOR.fullmatch(name) and not _is_factor(path, shapes):
         why = f"named {name!r}"
+    elif not table and len(module) > 1 and _OF_MODULE.fullmatch(name) and _VECTOR.fullmatch(module):
+        why = f"{name!r} of {module!r}"
     elif not table and _of_norm(name, module) and min(shape) <= _MAX_LAYERS:  # else of an adaptive norm
         why = f"{name!r} of {module!r}"
-    elif not table and not is_kernel and sum(length > 1 for length in shape) < 2:
-        why = "a vector by its shape"
-    return _Names(name, module, table, is_kernel, why)
+    elif not table and not is_kernel and _long_axes(shape) < 2:
+        why = _BY_SHAPE
+    elif not table and not is_kernel and not _ROUTER.fullmatch(name) and _is_stacked_vector(path, rule, shapes):
+        why = _STACKED
+    return _Names(name, module, parent, table, is_kernel, why)
+
+
+def _long_axes(shape: tuple[int, ...]) -> int:
+    return sum(length > 1 for length in shape)
+
+
+def _is_stacked_vector(path: str, rule: Rule, shapes: Shapes) -> bool:
+    """Returns whether an array is [L, d], apart from axes of length 1, beside kernels of L layers.
+
+    Only the nearest module that has kernels of three axes or more counts, and all of them must have L layers: the heads
+    of one attention kernel are no layers.
+    """
+    if _long_axes(shapes[path]) != 2 or shapes[path][rule.stacked or 0] < 2:
+        return False
+    return next((layers for layers, _ in _stacks(path, rule, shapes)), False)
+
+
+def _stacks(path: str, rule: Rule, shapes: Shapes) -> Iterator[tuple[bool, bool]]:
+    """Yields what each module around a parameter that has kernels of three axes or more says, the nearest first.
+
+    That is, whether all of these kernels have as many layers as the parameter, and whether some vector, by its name,
+    has as well.
+    """
+    parts, axis = path.split("/"), rule.stacked or 0
+    layers = shapes[path][axis]
+    for depth in range(len(parts) - 1, -1, -1):
+        prefix = "".join(f"{part}/" for part in parts[:depth])
+        beside = {other: shape for other, shape in shapes.items() if other.startswith(prefix)}
+        kernels = [shape for shape in beside.values() if _long_axes(shape) > 2]
+        if kernels:
+            vectors = (
+                len(shape) == 2 and shape[axis] == layers and _VECTOR.fullmatch(other.lower().rpartition("/")[2])
+                for other, shape in beside.items()
+            )
+            yield layers <= _MAX_LAYERS and all(shape[axis] == layers for shape in kernels), any(vectors)
 
 
 def _of_norm(name: str, module: str) -> bool:
     return bool((_OF_MODULE.fullmatch(name) or name == "kernel") and _NORM.fullmatch(module))
+
+
+def is_per_channel(path: str) -> bool:
+    """Returns whether a vector is a norm's scale or a bias, by its name."""
+    parts = [part for part in path.lower().split("/") if not part.isdigit()]
+    name, module = [*reversed(parts), ""][:2]
+    return bool(_PER_CHANNEL.fullmatch(name) or _PER_CHANNEL.fullmatch(module) or _of_norm(name, module))
 
 
 def _is_factor(path: str, shapes: Shapes) -> bool:
@@ -194,10 +250,12 @@ def _is_factor(path: str, shapes: Shapes) -> bool:
 
 def judge(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> tuple[RotatedAxes | str, Mark]:
     """Decides like `generic_axes`, with the reason if nothing is rotated, and marks tables and guesses."""
-    names = _names(path, shape, rule.embeddings, shapes)
-    axes, ndim, certain = rule.axes, len(shape), names.is_kernel and len(shape) == 2
+    names = _names(path, shape, rule, shapes)
+    axes, ndim = rule.axes, len(shape)
+    in_stack = ndim == 3 and any(all(evidence) for evidence in _stacks(path, rule, shapes))
+    certain = names.is_kernel and (ndim == 2 or in_stack)
     if names.why_vector:
-        guessed = ndim > 1 and (_of_norm(names.name, names.module) or names.why_vector == "a vector by its shape")
+        guessed = ndim > 1 and (_of_norm(names.name, names.module) or names.why_vector in (_BY_SHAPE, _STACKED))
         return names.why_vector, "unsure" if guessed else ""
     if rule.stacked is not None and ndim > 2 and not names.is_table:
         return _judge_stacked(path, shape, rule, shapes)
@@ -258,15 +316,16 @@ def _of_length(
         chosen = [axis for axis in chosen if axis >= -2]
     kernel_ndim = max(2, -min(chosen, default=-2))
     if chosen == [-2, -1]:
-        return _facing_stream(names.name, names.module, rule.kernel_layout), 2, False
+        return _facing_stream(names, rule.kernel_layout), 2, False
     if chosen == [-1] and len(shape) > 2 and shape[-3] * shape[-2] == d_model and "out" in names[:2]:
         kernel_ndim = 3  # an out without its query; other kernels of three axes are stacked
     return chosen, kernel_ndim, False
 
 
-def _facing_stream(name: str, module: str, layout: KernelLayout) -> list[int]:
+def _facing_stream(names: _Names, layout: KernelLayout) -> list[int]:
     """Returns which axes of a square kernel face the residual stream, by its own or its module's name; or both."""
-    for word in (name, module) if layout == "out_in" or not re.fullmatch(r"(.*_)?weights?", name) else ():
+    known = layout == "out_in" or not re.fullmatch(r"(.*_)?weights?", names.name)
+    for word in (names.name, names.module, f"{names.parent}/{names.module}") if known else ():
         if (writes := _WRITER.fullmatch(word)) or _READER.fullmatch(word):
             return [-1 if bool(writes) == (layout == "in_out") else -2]
     return [-2, -1]
@@ -277,7 +336,7 @@ def without_length(length: int) -> str:
     return f"no axis of length {length}"
 
 
-def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int | None:
+def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool, stacked: int | None = None) -> int | None:
     """Finds d_model, the width of the residual stream, if names and shapes leave no doubt.
 
     It is the one length that most kernels (each counted once) have and that is the width of an embedding table (its
@@ -289,6 +348,7 @@ def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int |
       shapes: Shapes of all parameters with floating dtype, by path.
       embeddings: As for `generic_axes`.
       is_part: Whether parts of the tree are masked, so that nothing is decided.
+      stacked: As for `generic_axes`.
 
     Returns:
       The length, or None if no parameter would be rotated anyway.
@@ -296,7 +356,8 @@ def find_d_model(shapes: Shapes, embeddings: str | None, is_part: bool) -> int |
     Raises:
       UserError: If in doubt, with the candidates.
     """
-    found = {path: _names(path, shape, embeddings, shapes) for path, shape in shapes.items()}
+    rule = Rule(None, embeddings=embeddings, stacked=stacked)
+    found = {path: _names(path, shape, rule, shapes) for path, shape in shapes.items()}
     tables = [shapes[path] for path, names in found.items() if names.is_table and len(shapes[path]) > 1]
     kernels = [shapes[path] for path, names in found.items() if not names.is_table and not names.why_vector]
     if not kernels and not tables:

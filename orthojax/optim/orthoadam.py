@@ -1,8 +1,10 @@
 """OrthoAdam, which is Adam with moments in a rotated basis, and its learning-rate schedule."""
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from orthojax.optim.rotation import DEFAULT_ROTATION, Rotation
@@ -69,6 +71,12 @@ def scale_by_orthoadam(
     for name, value in hyperparams.items():
         if isinstance(value, Rotation):
             raise TypeError(f"{name}={value!r}; allowed: a number; a Rotation is given as rotation=...")
+        limit = 1.0 if name in ("b1", "b2") else math.inf
+        if isinstance(value, int | float) and not 0.0 <= value < limit:  # inject_hyperparams passes arrays
+            raise ValueError(f"{name}={value!r}; allowed: 0 <= {name} < {limit:g}")
+    for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
+        if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            raise ValueError(f"{name}={dtype!r}; allowed: None or a floating dtype")
     adam = optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype)
     return in_rotated_basis(adam if nu_dtype is None else _with_nu_dtype(adam, nu_dtype), rotation)
 

@@ -212,7 +212,7 @@ def _plan_leaves(
     shapes = {path: s.shape for path, s in leaves if s is not None and jnp.issubdtype(s.dtype, jnp.floating)}
     axes = rotation.axes
     if axes is None and rotation.kind != "identity":
-        axes = axes_rule.find_d_model(shapes, rotation.embeddings, is_part)
+        axes = axes_rule.find_d_model(shapes, rotation.embeddings, is_part, rotation.stacked)
     rule = axes if callable(axes) else Rule(axes, rotation.kernel_layout, rotation.embeddings, rotation.stacked)
     plans = tuple(_plan_leaf(rotation, rule, path, shape, shapes) for path, shape in leaves)
     if len({plan.path for plan in plans}) < len(plans):
@@ -305,7 +305,7 @@ def _name_key(group: Group) -> int:
 
 
 def _warn_of_plans(rotation: Rotation, tree_plan: TreePlan) -> None:
-    """Warns if axes are too long for Haar matrices, if none has the asked length, and if no table is found."""
+    """Warns if axes are too long for Haar matrices, if none has the asked length or no table is found; of guesses."""
     problems, plans = [], tree_plan.parameters
     if too_long := [plan.path for plan in plans if any(_TOO_LONG in reason for reason in plan.left_alone)]:
         shown = ", ".join(too_long[:3])
@@ -325,6 +325,9 @@ def _warn_of_plans(rotation: Rotation, tree_plan: TreePlan) -> None:
             "rotated along d_model brings the outliers back. Rotation(embeddings=PATTERN) names the tables, "
             "embeddings='' says that there are none"
         )
+    if unsure := [plan.path for plan in plans if plan.mark == "unsure"]:
+        shown = ", ".join(path or "the array itself" for path in unsure[:3]) + (", ..." if len(unsure) > 3 else "")
+        problems.append(f"the treatment of {len(unsure)} of {len(plans)} parameters is a guess ({shown})")
     for problem in problems:
         hint = "print(orthojax.optim.describe(rotation, params)) shows what is found"
         warnings.warn(f"{problem}; {hint}", stacklevel=2)
@@ -366,9 +369,10 @@ def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
     plan = plan_tree(rotation, params)
     _warn_of_plans(rotation, plan)
     # Arrays, not empty dicts: optax.tree.map_params must see a non-parameter. Orbax saves none of size 0.
-    checksum = jnp.asarray(_checksum(plan), jnp.uint32)
-    # Under its name a restore misses it, under another one it reads the number of the file.
-    named = {plan.name: checksum, "checksum": checksum} if plan.parameters else checksum
+    # Under its name a restore misses it, under another one it reads the number of the file. Two arrays: a buffer that
+    # two leaves share cannot be donated.
+    checksums = [jnp.array(_checksum(plan), jnp.uint32) for _ in range(2)]
+    named = dict(zip((plan.name, "checksum"), checksums, strict=True)) if plan.parameters else checksums[0]
     if rotation.kind != "haar":
         return (), named
     found: dict[str, Any] = {}
@@ -437,14 +441,26 @@ def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool)
 
 
 class Description(dict[str, str]):
-    """The treatment of every parameter, by path; `str` gives a table with shapes and marks."""
+    """The treatment of every parameter, by path; `str` gives a table with shapes and marks, and a note below it."""
 
-    def __init__(self, rows: list[tuple[str, str, str, str]]):  # (path, shape, what, mark)
+    def __init__(self, rows: list[tuple[str, str, str, str]], note: str = ""):  # (path, shape, what, mark)
         super().__init__((path, what) for path, _, what, _ in rows)
-        self.rows = rows
+        self.rows, self.note = rows, note
 
     def __str__(self) -> str:
-        return "\n".join(line.rstrip() for line in align([("parameter", "shape", "rotation", ""), *self.rows]))
+        table = align([("parameter", "shape", "rotation", ""), *self.rows])
+        return "\n".join([*(line.rstrip() for line in table), *([self.note] if self.note else [])])
+
+
+def _outliers_may_return(plan: TreePlan) -> str:
+    """Returns the note on norm scales and biases of the rotated width, or "" without any."""
+    widths = {group.size for leaf in plan.parameters for group in leaf.groups}
+    vectors = [leaf.path for leaf in plan.parameters if not leaf.groups and widths & set(leaf.shape)]
+    per_channel = [path for path in vectors if axes_rule.is_per_channel(path)]
+    if not per_channel:
+        return ""
+    shown = ", ".join(per_channel[:3]) + (", ..." if len(per_channel) > 3 else "")
+    return f"per-channel norm scale or bias: outliers may return (Table 5 of arXiv 2410.17174): {shown}"
 
 
 def describe(rotation: Rotation, params: Any) -> Description:
@@ -452,22 +468,23 @@ def describe(rotation: Rotation, params: Any) -> Description:
 
     Returns:
       A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
-      `embedding`, or `unsure` for a guess: stacked layers among three or more axes, an array not named kernel, weight
-      or w that is taken for a kernel, or one with a single long axis that is taken for a vector.
+      `embedding`, or `unsure` for a guess: stacked layers among three or more axes that no stacked vector confirms, an
+      array not named kernel, weight or w that is taken for a kernel, or one that is taken for a vector by its shape.
+      Below the table stands which vectors may bring outliers back.
 
     >>> shapes = {"wte": (512, 768), "mlp": {"kernel": (12, 768, 1000), "bias": (12, 1000)}}
     >>> params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
     >>> print(describe(Rotation(), params))
     parameter   shape          rotation
     mlp/bias    12, 1000       left alone: named 'bias'
-    mlp/kernel  12, 768, 1000  axes (1,): hadamard 768 = 32 x 24, 12 layers  unsure
+    mlp/kernel  12, 768, 1000  axes (1,): hadamard 768 = 32 x 24, 12 layers
     wte         512, 768       axes (1,): hadamard 768 = 32 x 24             embedding
     >>> describe(Rotation(axes="output", kernel_layout="out_in"), {"weight": jnp.zeros((8, 64))})["weight"]
     'axes (0,): hadamard 8'
     """
     require_rotation(rotation)
-    rows = []
-    for plan in plan_tree(rotation, params).parameters:
+    rows, tree_plan = [], plan_tree(rotation, params)
+    for plan in tree_plan.parameters:
         parts = []
         for group in plan.groups:
             text = f"axes {group.axes}: {rotation.kind} {group.size}"
@@ -479,4 +496,4 @@ def describe(rotation: Rotation, params: Any) -> Description:
             parts.append(text + (f", {len(group.layers)} layers" if plan.stacked else ""))
         what = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
         rows.append((plan.path, ", ".join(map(str, plan.shape)), what, plan.mark))
-    return Description(rows)
+    return Description(rows, _outliers_may_return(tree_plan))

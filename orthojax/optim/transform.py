@@ -258,7 +258,15 @@ def in_rotated_basis(
         # If the inner transformation does not read the parameters, jit removes their rotation.
         rotated_params = None if params is None else unchecked.apply(params)
         extra_args = _guarded(extra_args, bases.plan)
-        rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
+        try:
+            rotated, inner_state = extended.update(rotated, state.inner, rotated_params, **extra_args)
+        except Exception as error:
+            if rotation.layout is None or type(error).__name__ != "ShardingTypeError":  # of jax's, and private
+                raise
+            problem = f"the optimizer's state is not sharded by the layout of its rotation: {error}"
+            raise UserError(
+                problem, allowed="a state placed by `state_shardings`; docs/optimizer.md shows how"
+            ) from error
         _require_part(rotated, updates, "the inner transformation returns a different tree than it was given")
         updates = bases.apply(rotated, transpose=True, like=updates)
         return updates, state._replace(inner=inner_state)

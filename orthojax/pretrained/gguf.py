@@ -205,6 +205,7 @@ def _given(own: Mapping[str, Any], file: Gguf, family: Family) -> dict[str, Any]
     given = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads} | given | sizes
     width = own.get("attention.value_length", given["head_dim"])
     require(width == given["head_dim"], "keys and values of different widths", "equal ones")
+    require(own.get("context_length", 1) >= 1, f"context_length={own.get('context_length')}", "at least 1")
     require("token_embd.weight" in file.tensors, "there is no tensor token_embd.weight")
     given["vocab_size"] = _shape(file.tensors["token_embd.weight"])[0]
     given["tie_word_embeddings"] = "output.weight" not in file.tensors

@@ -22,6 +22,7 @@ from orthojax.quant.propagation import rounding_error as rounding_error
 from orthojax.quant.rotated import online_hadamard as online_hadamard
 from orthojax.quant.rotated import rotate_after_training as rotate_after_training
 from orthojax.quant.settings import ALL_BUT_HEAD as ALL_BUT_HEAD
+from orthojax.quant.settings import FLOATS as FLOATS
 from orthojax.quant.settings import INT4_ZEROPOINT as INT4_ZEROPOINT
 from orthojax.quant.settings import INT8_COARSE as INT8_COARSE
 from orthojax.quant.settings import INT8_FINE as INT8_FINE

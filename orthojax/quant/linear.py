@@ -13,7 +13,7 @@ anything larger than in the calibration is clipped.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.ops.products import is_head
-from orthojax.ops.quantize import Axes, Quantized, Scheme, absmax, dequantize, e4m3, mxfp4, nvfp4, quantize, zeropoint
+from orthojax.ops.quantize import FORMATS, Axes, Quantized, dequantize, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
+from orthojax.quant.prefix import require_tokens
 from orthojax.quant.settings import (
     ALL_BUT_HEAD,
     KERNELS_BUT_HEAD,
@@ -39,16 +40,13 @@ Rounding = Callable[[jax.Array, str], jax.Array]
 
 
 def _fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
-    if setting.scheme == "e4m3":
-        return e4m3(x, axes)
-    return {"absmax": absmax, "zeropoint": zeropoint}[setting.scheme](x, bits, axes)
+    slices: Any = FORMATS[setting.scheme].slices
+    return slices(x, bits, axes)
 
 
 def _in_blocks(x: jax.Array, setting: QuantizationSetting, axes: tuple[int, ...]) -> jax.Array:
-    """Rounds in the blocks of a float format: blocks of E4M3 extend along all of `axes`, others along the first."""
-    if setting.scheme == "e4m3":
-        return e4m3(x, axes, block=128)
-    return mxfp4(x, axes[0]) if setting.scheme == "mxfp4" else nvfp4(x, axes[0], axes if len(axes) > 1 else None)
+    blocks: Any = FORMATS[setting.scheme].blocks
+    return blocks(x, axes)
 
 
 def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
@@ -150,8 +148,8 @@ def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Tr
         those that a sink reads with most of its weight. In a rolling cache they are the first slots: give it that many
         sinks.
     """
-    if not 2 <= bits <= 16 or float_tokens < 0:
-        raise UserError(f"bits={bits}, float_tokens={float_tokens}", allowed="2 to 16, 0 or more")
+    if not (isinstance(bits, int) and isinstance(float_tokens, int) and 2 <= bits <= 16 and float_tokens >= 0):
+        raise UserError(f"bits={bits}, float_tokens={float_tokens}", allowed="integers, 2 to 16 and 0 or more")
     return model.clone(round_kv=_kv_rounding(bits, float_tokens))
 
 
@@ -232,7 +230,8 @@ class Calibration(NamedTuple):
 def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibration:
     """Runs a float model on a text, int [B, T], and keeps the largest values.
 
-    UserError unless `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path.
+    UserError unless `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path; for ids that the
+    model does not have.
     """
     from orthojax.model import Transformer  # here, so that flax is not needed for `quantize_params`
     from orthojax.model import linear as float_linear
@@ -254,7 +253,7 @@ def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibrati
         Transformer(config, linear=linear, linear_head=True).apply({"params": params}, tokens)
         return inputs, outputs
 
-    return Calibration(*jax.jit(run)(params, jnp.asarray(tokens)))
+    return Calibration(*jax.jit(run)(params, require_tokens(tokens, model.config.vocab_size, "calibrate")))
 
 
 def static_linear(
@@ -292,7 +291,7 @@ def require_integers(setting: QuantizationSetting) -> None:
     if setting.inputs == "feature":
         problem, hint = "a scale for each input feature has no integer product", "int8_fine_per_token runs on integers"
         raise UserError(problem, allowed="inputs='token' or 'tensor', or None", hint=hint)
-    if setting.scheme not in get_args(Scheme):
+    if FORMATS[setting.scheme].bits is not None:
         raise UserError(f"scheme={setting.scheme!r}: simulation only", allowed="'absmax' or 'zeropoint' on integers")
     if setting.keys_and_values is not None:
         raise UserError(f"keys_and_values={setting.keys_and_values}: simulation only", allowed="None on integers")

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
@@ -11,6 +12,16 @@ from orthojax.errors import UserError
 if TYPE_CHECKING:
     from orthojax.model import Transformer
     from orthojax.model.cache import KVCache
+
+
+def require_tokens(tokens: ArrayLike, vocab_size: int, what: str) -> jax.Array:
+    """Returns token ids, int32; UserError for numbers that are no ids of the model, which would silently be others."""
+    array = np.asarray(tokens)
+    integers = np.issubdtype(array.dtype, np.integer)
+    if array.size and not (integers and 0 <= array.min() <= array.max() < vocab_size):
+        shown = f"{array.min()} to {array.max()}, {array.dtype}"
+        raise UserError(f"{what}: token ids {shown}", allowed=f"integers 0 to {vocab_size - 1}")
+    return jnp.asarray(array, jnp.int32)
 
 
 def prefix_cache(model: "Transformer", params: Any, prefix: ArrayLike, batch: int, length: int) -> "KVCache":
@@ -33,7 +44,7 @@ def prefix_cache(model: "Transformer", params: Any, prefix: ArrayLike, batch: in
       with tokens [batch, T] and the same parameters.
 
     Raises:
-      UserError: For an empty prefix, or more positions than the model has learned.
+      UserError: For an empty prefix, ids that the model does not have, or more positions than it has learned.
 
     >>> from orthojax.model import llama2
     >>> from orthojax.quant import INT8_COARSE, rounded_model
@@ -47,7 +58,7 @@ def prefix_cache(model: "Transformer", params: Any, prefix: ArrayLike, batch: in
     """
     from orthojax.model.cache import init_cache  # here, so that flax is not needed for `quantize_params`
 
-    tokens = jnp.asarray(prefix, jnp.int32)
+    tokens = require_tokens(prefix, model.config.vocab_size, "prefix")
     if tokens.ndim != 1 or not tokens.size:
         raise UserError(f"a prefix of shape {tokens.shape}", allowed="one row of one token or more")
     cache = init_cache(model.config, batch, tokens.size + length)

@@ -98,8 +98,6 @@ def _require_rotatable(params: Any, config: ModelConfig) -> None:
     require(config.latent is None, "latent attention", "latent=None")
     require(not config.has_experts, "experts", "another mlp")
     require(not config.fixed_rotation, "fixed_rotation=True", "False")
-    require(not config.gated_norm_rank, f"gated_norm_rank={config.gated_norm_rank}", "0")
-    require(config.gated_attention != "value", "gated_attention='value'", "False, True or 'elementwise'")
     projected = "embedding_projection=True"
     require(not config.embedding_projection, projected, "False, as after `orthojax.model.fold_embedding_projection`")
     is_stored = lambda leaf: isinstance(leaf, Quantized)  # noqa: E731

@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from orthojax.config import check_types
 from orthojax.errors import UserError, nearest
-from orthojax.ops.quantize import FloatFormat, Scheme
+from orthojax.ops.quantize import FORMATS
 
 ALL_BUT_HEAD = r"^(?!(.*/)?head(/|$))"
 """Every path in which no component is called head."""
@@ -26,13 +26,13 @@ class QuantizationSetting:
 
     Attributes:
       bits: Width of the numbers of weights, and of all others if `activation_bits` is not given.
-      scheme: `absmax` (symmetric) or `zeropoint` (from smallest to largest value) for integers; `e4m3`, `mxfp4` or
-        `nvfp4` for the floats of `orthojax.ops.quantize`, whose `bits` are 8, 4 and 4: simulation only.
+      scheme: A name of `orthojax.ops.quantize.FORMATS`: `absmax` (symmetric) or `zeropoint` (from smallest to largest
+        value) for integers, or that of a float format with its `bits`: simulation only.
       weights: One scale for each output channel (column of the kernel), one for the whole kernel, or one for each
-        `block` of a float format, the last of which may be smaller: 128 x 128 (`e4m3`), or 32 (`mxfp4`) or 16 (`nvfp4`)
-        neighbouring input features of an output channel.
+        `block` of a float format, the last of which may be smaller: neighbouring input features of an output channel,
+        for `e4m3` of as many output channels.
       inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
-        features, one for the whole batch, one for each `block` of 128, 32 or 16 features of a token, or None for inputs
+        features, one for the whole batch, one for each `block` of neighbouring features of a token, or None for inputs
         that stay float. One for each feature cannot be pulled out of an integer product: simulation only.
       outputs: One scale for all of y, bias included, or None for outputs that stay float.
       activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
@@ -48,7 +48,7 @@ class QuantizationSetting:
     """
 
     bits: int
-    scheme: Scheme | FloatFormat
+    scheme: str
     weights: Literal["output_channel", "tensor", "block"]
     inputs: Literal["feature", "token", "tensor", "block"] | None = None
     outputs: Literal["tensor"] | None = None
@@ -76,19 +76,21 @@ class QuantizationSetting:
         self._check_format()
 
     def _check_format(self):
-        if self.scheme in get_args(Scheme):
-            if "block" in (self.weights, self.inputs):
-                problem = f"scheme={self.scheme!r} with weights={self.weights!r}, inputs={self.inputs!r}"
-                raise UserError(problem, allowed="'block' with a float format, group_size with integers")
+        if self.scheme not in FORMATS:
+            problem, hint = f"QuantizationSetting.scheme={self.scheme!r} is not valid", nearest(self.scheme, FORMATS)
+            raise UserError(problem, allowed=", ".join(map(repr, FORMATS)), hint=hint)
+        bits, slices, blocks, _ = FORMATS[self.scheme]
+        problem = f"scheme={self.scheme!r} with weights={self.weights!r}, inputs={self.inputs!r}"
+        if blocks is None and "block" in (self.weights, self.inputs):
+            raise UserError(problem, allowed="'block' with a float format, group_size with integers")
+        if slices is None and (self.weights != "block" or self.inputs not in ("block", None) or self.outputs):
+            raise UserError(f"{problem}, outputs={self.outputs!r}", allowed="'block', 'block' or None, None")
+        if bits is None:
             return
-        bits = 8 if self.scheme == "e4m3" else 4
         if self.bits != bits or self.activation_bits is not None or self.group_size is not None or self.float_features:
             rest = f"activation_bits={self.activation_bits}, group_size={self.group_size}, "
             problem = f"scheme={self.scheme!r} with bits={self.bits}, {rest}float_features={self.float_features}"
             raise UserError(problem, allowed=f"bits={bits}, none of the others")
-        if self.scheme != "e4m3" and (self.weights != "block" or self.inputs not in ("block", None) or self.outputs):
-            problem = f"scheme={self.scheme!r} with weights={self.weights!r}, inputs={self.inputs!r}"
-            raise UserError(f"{problem}, outputs={self.outputs!r}", allowed="'block', 'block' or None, None")
 
     @property
     def input_bits(self) -> int:
@@ -122,6 +124,18 @@ SETTINGS = {
 
 _per_token = functools.partial(QuantizationSetting, scheme="absmax", weights="output_channel", inputs="token")
 
+
+def _of_float_format(name: str, bits: int) -> dict[str, QuantizationSetting]:
+    """Returns the settings that round weights and inputs to a float format: with one scale each, then in blocks."""
+    _, slices, blocks, block = FORMATS[name]
+    settings = {f"fp{bits}_{name}": QuantizationSetting(bits, name, "tensor", inputs="tensor")} if slices else {}
+    if blocks:
+        in_blocks = f"fp{bits}_{name}_block{block}" if slices else name
+        settings[in_blocks] = QuantizationSetting(bits, name, "block", inputs="block")
+    return settings
+
+
+_FLOATS = [_of_float_format(name, number.bits) for name, number in FORMATS.items() if number.bits]
 MORE_SETTINGS = {
     "w8a8_group64": _per_token(8, group_size=64),
     "w4a8": _per_token(4, activation_bits=8),
@@ -130,15 +144,15 @@ MORE_SETTINGS = {
     "w4a4_group64": _per_token(4, group_size=64),
     "w4a4kv4": _per_token(4, keys_and_values=4),
     "int4_group128": QuantizationSetting(4, "absmax", "output_channel", group_size=128),
-    "fp8_e4m3": QuantizationSetting(8, "e4m3", "tensor", inputs="tensor"),
-    "fp8_e4m3_block128": QuantizationSetting(8, "e4m3", "block", inputs="block"),
-    "mxfp4": QuantizationSetting(4, "mxfp4", "block", inputs="block"),
-    "nvfp4": QuantizationSetting(4, "nvfp4", "block", inputs="block"),
+    **{name: setting for of_format in _FLOATS for name, setting in of_format.items()},
 }
 """Settings beyond the paper's, evaluated on request: wXaY has weights of X bits with a scale for each output channel
 (and group of 64 input features), and inputs of Y bits with a scale for each token; kvZ has keys and values of Z bits.
 `int4_group128` rounds weights only. The floats are those of `orthojax.ops.quantize`: `fp8_e4m3` has one scale for a
 kernel and one for its inputs, the others have blocks."""
+
+FLOATS = tuple(next(iter(of_format)) for of_format in _FLOATS)
+"""One setting of each float format: with the scale of a tensor where it has one."""
 
 
 def setting_named(name: str) -> QuantizationSetting:

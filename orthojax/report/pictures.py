@@ -2,7 +2,7 @@
 
 A picture is called with `Results` and returns any number of `Picture`s; it raises `Missing` if a run that it reads is
 gone, as for committed results, and is then skipped. Colour shows the optimizer and line style the normalizer. `metrics`
-are names separated by spaces, `rows` patterns of variants (all if empty), and `references` lines by label. Variants
+are `Quantities`, `rows` patterns of variants (all if empty), and `references` lines by label. Variants
 that lack a metric are skipped.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from orthojax.analysis.catalogue import chance, conditions, label
+from orthojax.analysis.catalogue import chance, conditions
 from orthojax.formatting import percent
 from orthojax.report.figures import COLORS, DASHES, Curve, Look, Scale, bars, by_key, lines, numbers, scatter
 from orthojax.report.page import Picture
@@ -53,7 +53,7 @@ class ByLayer:
     With `normalized` layer m of L is drawn at m / (L - 1). The file is named after the first metric.
     """
 
-    metrics: str
+    metrics: Quantities
     rows: str = ""
     y_scale: Scale = "linear"
     references: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -69,7 +69,7 @@ class ByLayer:
             return [m / max(L - 1, 1) for m in range(L)] if self.normalized else list(range(L)), y
 
         x_label = "layer, from 0 (first) to 1 (last)" if self.normalized else "layer"
-        return _curves(self, f"{self.metrics.split()[0]}_by_layer", "by layer", results, curve, x_label, "linear")
+        return _curves(self, "by layer", results, curve, x_label, "linear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ByStep:
     The file is named after the first metric if `name` is empty.
     """
 
-    metrics: str
+    metrics: Quantities
     rows: str = ""
     y_scale: Scale = "linear"
     x_scale: Scale = "linear"
@@ -98,9 +98,7 @@ class ByStep:
                 steps, y = result.logged(metric)
             return [max(step, 1) for step in steps] if self.x_scale == "log" else steps, y
 
-        return _curves(
-            self, f"{self.metrics.split()[0]}_by_step", "over training", results, curve, "step", self.x_scale
-        )
+        return _curves(self, "over training", results, curve, "step", self.x_scale)
 
 
 def _steps_of(result: Result, metric: str) -> list[str]:
@@ -124,7 +122,6 @@ def _complete(result: Result, *of: Quantity) -> bool:
 
 def _curves(
     of: ByLayer | ByStep,
-    name: str,
     what: str,
     results: Results,
     curve: Callable[[Result, str], Curve],
@@ -132,23 +129,24 @@ def _curves(
     x_scale: Scale,
 ) -> list[Picture]:
     shown, panels, gone = _shown(results, of.rows), {}, None
-    metrics = of.metrics.split()
+    metrics = quantities(of.metrics)
     for metric in metrics:
         for result in shown:
             try:
-                panels.setdefault(label(metric), {})[result.name] = curve(result, metric)
+                panels.setdefault(metric.label, {})[result.name] = curve(result, metric.name)
             except Missing as error:
                 gone = error
     if not panels:
-        raise gone or Missing(of.metrics)
-    y_label, panels = (label(metrics[0]), {"": panels.popitem()[1]}) if len(panels) == 1 else ("", panels)
+        raise gone or Missing(metrics[0].name)
+    y_label, panels = (metrics[0].label, {"": panels.popitem()[1]}) if len(panels) == 1 else ("", panels)
     figure = lines(panels, x_label=x_label, y_label=y_label, x_scale=x_scale, y_scale=of.y_scale,
                    references=of.references, looks=_looks(shown),
-                   ends=as_quantity(metrics[0]).text if isinstance(of, ByStep) else None)  # fmt: skip
+                   ends=metrics[0].text if isinstance(of, ByStep) else None)  # fmt: skip
     for axes in figure.axes:
-        _in_percent(axes.yaxis, *map(as_quantity, metrics))
-    words = "; ".join(map(label, metrics))
-    return [Picture(of.name or name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
+        _in_percent(axes.yaxis, *metrics)
+    words = "; ".join(metric.label for metric in metrics)
+    name = of.name or f"{metrics[0].name}_by_{'step' if isinstance(of, ByStep) else 'layer'}"
+    return [Picture(name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
 
 
 def headlines(results: Results, shown: Sequence[tuple[str | Quantity, str, str]]) -> list[Picture]:

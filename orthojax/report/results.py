@@ -17,14 +17,6 @@ from orthojax.errors import UserError
 from orthojax.files import read_json_lines
 from orthojax.formatting import number, share
 
-# Fractions of a whole that single experiments measure; the catalogue has the fractions of every model.
-_SHARES = frozenset(
-    "first_key active_first_key trigger_keys active_trigger_keys delimiter_key delimiter_key_triggers largest_token "
-    "largest_token_equal triggers_found others_called_triggers dormant_sink first_weight bos_weight null_mass_rest "
-    "null_at_start gradient_weak_share largest_share winner_mass winner_fraction winner_of_heads winner_of_sequences "
-    "others_mass largest_mass_of_sequence".split()
-)
-
 
 class Missing(Exception):
     """A variant that did not finish, or that lacks a metric or a file."""
@@ -82,8 +74,8 @@ class Quantity:
         """Whether it is a fraction of a whole, written in percent."""
         if self.of or self.show:
             return self.show is share
-        found, base = define(self.name), self.name.rpartition(": ")[2].partition("/")[0]
-        return base in _SHARES or (found is not None and found.unit == "fraction")
+        found = define(self.name)
+        return found is not None and found.fraction
 
     def text(self, value: float) -> str:
         """Formats a value."""

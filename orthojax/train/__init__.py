@@ -2,8 +2,8 @@
 
 In reading order: `loop` (a run from start to end), `data` (its batches), `workdir` (its folder), `step` (from a config
 to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (the log), `evaluation` (and probes),
-`distributed` (processes, signals), `checkpoint`, `loading` (models from checkpoints), `estimates` (what a run is and
-what it needs).
+`distributed` (processes, signals), `compiled` (programs that are kept), `checkpoint`, `loading` (models from
+checkpoints), `estimates` (what a run is and what it needs).
 """
 
 from orthojax.places import find_checkpoint as find_checkpoint
@@ -18,9 +18,9 @@ from orthojax.train.checkpoint import read_optimizer_state as read_optimizer_sta
 from orthojax.train.checkpoint import read_params as read_params
 from orthojax.train.checkpoint import require_same_data as require_same_data
 from orthojax.train.checkpoint import verify_checkpoint as verify_checkpoint
+from orthojax.train.compiled import keep_compiled_programs as keep_compiled_programs
 from orthojax.train.data import Inputs as Inputs
 from orthojax.train.data import open_inputs as open_inputs
-from orthojax.train.distributed import keep_compiled_programs as keep_compiled_programs
 from orthojax.train.estimates import describe_data as describe_data
 from orthojax.train.estimates import dry_run as dry_run
 from orthojax.train.estimates import model_flops_per_token as model_flops_per_token

@@ -72,7 +72,7 @@ def require_same_data(step_folder: Path, provenance: dict[str, Any]) -> None:
         if saved.get(name) != value:
             raise UserError(
                 f"the data is not that of the checkpoint {step_folder}: {name} is {value!r}, not {saved.get(name)!r}",
-                allowed="the data that the run began with, or a run of its own in another --workdir",
+                allowed="the data that the run began with, or a run of its own in another folder",
             )
 
 

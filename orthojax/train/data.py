@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
-from orthojax.data.batches import Dataset
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.data.objectives import Corruption
 from orthojax.errors import UserError
@@ -30,7 +29,7 @@ class Inputs(NamedTuple):
     """The data of a run."""
 
     # number -> int32 [batch_size, W], a pure function; for a task, what the training steps draw by themselves. Rows
-    # have W = T + 1 ids, or 2 T for objectives other than the next token: `split_tokens` splits them.
+    # have the W = T + 1 or 2 T ids that `split_tokens` splits.
     batch: Callable[[int], np.ndarray]
     evaluation: np.ndarray  # int32 [eval.sequences, W]
     bits_per_nat_of_loss: float | None  # bits per byte of text for a nat per token; None if not all text is predicted
@@ -82,21 +81,17 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
         )
     bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
     rows = validation.spread_rows(evaluation.sequences)
-    read_rows, held_out, tokenizer = batches.rows, dataset.validation, dataset.tokenizer_path
-    if corrupt is not None:
-        return _corrupted(corrupt, batches, rows, data.seed, dataset)
-    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, read_rows, held_out, tokenizer)
-
-
-def _corrupted(corrupt: Corruption, text: TokenBatches, evaluation: np.ndarray, seed: int, dataset: Dataset) -> Inputs:
-    """Returns inputs whose rows are corrupted; the corruption of the evaluation set does not depend on the seed."""
+    held_out, tokenizer = dataset.validation, dataset.tokenizer_path
+    plain = Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows, held_out, tokenizer)
+    if corrupt is None:
+        return plain
 
     def read(step: int, start: int, stop: int) -> np.ndarray:
-        return corrupt(text.rows(step, start, stop), (0, seed, step), start)
+        return corrupt(batches.rows(step, start, stop), (0, data.seed, step), start)
 
-    rows, held_out, tokenizer = corrupt(evaluation, (1, 0, 0)), dataset.validation, dataset.tokenizer_path
-    whole = functools.partial(read, start=0, stop=text.batch_size)
-    return Inputs(whole, rows, None, dataset.provenance, None, read, held_out, tokenizer)
+    whole = functools.partial(read, start=0, stop=train.batch_size)
+    fixed = corrupt(rows, (1, 0, 0))  # whatever the seed
+    return plain._replace(batch=whole, evaluation=fixed, bits_per_nat_of_loss=None, read_rows=read)
 
 
 def _require_vocabulary(config: Config, needed: int) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run: several as one, stopping them from outside, and programs that they compiled before.
+"""The processes of a run: several as one, and stopping them from outside.
 
 Stopping one process: the first SIGTERM or SIGINT saves the state after the running step, the second one ends it.
 Several processes must all save at the same step, and only some may get the signal. JAX's coordination service takes
@@ -11,9 +11,7 @@ import json
 import os
 import re
 import signal
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
@@ -150,28 +148,3 @@ def stop_on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         restore()
-
-
-def keep_compiled_programs(folder: str | None = None) -> Path | None:
-    """Turns on JAX's persistent compilation cache for the whole process: meant for programs, not for libraries.
-
-    Args:
-      folder: Folder of the programs; "" keeps nothing; None means JAX_COMPILATION_CACHE_DIR if that is set, else
-        `orthojax/xla` in the user's cache, and nothing if JAX_ENABLE_COMPILATION_CACHE is false.
-
-    Returns:
-      The folder; None if nothing is kept, with a warning if it cannot be made.
-    """
-    settings, path = cast(Any, jax.config), None
-    if folder or (folder is None and settings.jax_enable_compilation_cache):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-        path = Path(folder or settings.jax_compilation_cache_dir or cache / "orthojax" / "xla")
-        try:
-            str(path).encode()  # XLA takes no other path
-            path.mkdir(parents=True, exist_ok=True)
-            settings.update("jax_compilation_cache_dir", str(path))
-        except (OSError, UnicodeEncodeError) as error:
-            warnings.warn(f"compiled programs are not kept: {error}; --compile_cache=DIR sets a folder", stacklevel=2)
-            path = None
-    settings.update("jax_enable_compilation_cache", path is not None)
-    return path

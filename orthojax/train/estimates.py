@@ -90,11 +90,13 @@ def opening(config: Config) -> list[str]:
         name += f" ({optim.rotation.kind}, axes {optim.rotation.axes})"
     steps = f"{optim.warmup_steps:,} step{'s' * (optim.warmup_steps > 1)}"
     warmup = f"with {steps} of warm-up" if optim.warmup_steps else "without warm-up"
+    momentum = "" if optim.momentum_or_default is None else f", momentum {optim.momentum_or_default:g}"
     sizes = "" if mesh is None else f", mesh {', '.join(f'{name} {size}' for name, size in mesh.shape.items())}"
     lines = {
         "model": f"{parameter_count(model):,} parameters: {layers}, {model.normalizer} attention, {model.dtype}",
         "training": f"{train.steps:,} steps of {train.batch_size} x {config.data.sequence_length} tokens",
-        "optimizer": f"{name}, learning rate {optim.learning_rate:g} {warmup}",
+        "optimizer": f"{name}{momentum}, learning rate {optim.learning_rate:g} {warmup}, "
+        f"weight decay {optim.weight_decay:g}",
         "devices": f"{1 if mesh is None else mesh.size} x {jax.devices()[0].device_kind}{sizes}",
     }
     if train.init_from:

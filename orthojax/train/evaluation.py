@@ -410,7 +410,9 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
-    more = imported("train.probe", train.probe)(config, rows, folder) if train.probe else None
+    more = (
+        imported("train.probe", train.probe, "config", "rows", "folder")(config, rows, folder) if train.probe else None
+    )
 
     def probe(step: int, params: Any) -> Probed | None:
         if not train.probes_at(step):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,11 @@ from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, leaf_path, r
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
 _WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output", "embedding_output")
-_AT_D_MODEL = (*_WRITERS, "_norm_gate/output")  # whose last axis is d_model
+_OURS = ("kernel", "embedding", "scale", "bias", "sink")  # names of parameters
 _TABLES = ("token_embedding", "position_embedding", "head")
+# Added to a matrix's norm before its singular values are made 1. Clipping may leave much less than optax's 1e-8 beside
+# a huge gradient; this is just above norms whose squares are 0 in float32.
+_MUON_EPS = 1e-15
 
 
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
@@ -44,7 +48,7 @@ def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruc
             "output": (last,),
             "input": (before,),
             "both": (before, last),
-            "d_model": (last if module.endswith(_AT_D_MODEL) else before,),
+            "d_model": (last if module.endswith(_WRITERS) else before,),
             "writers": (last,) if module.endswith(_WRITERS) else (),
             "none": (),
         }[rotation.axes]
@@ -91,16 +95,22 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
     """Makes Muon for kernels, Adam for vectors, and what the config asks for on embeddings and the head.
 
     All updates have Adam's usual size, 0.2 RMS.
+
+    Raises:
+      UserError: In `init`, for parameters with names of another model, which would silently get Adam.
     """
 
     def labels(params: optax.Params) -> optax.Params:
-        def of(path: tuple[Any, ...], _: Any) -> str:
+        def label(path: tuple[Any, ...], leaf: Any) -> str:
             module, _, name = leaf_path(path).rpartition("/")
+            if leaf.ndim > 1 and name not in _OURS:
+                problem = f"optim.optimizer='muon' does not know the parameter {leaf_path(path)!r} {leaf.shape}"
+                raise UserError(problem, allowed="orthojax's own model, whose kernels it finds by name")
             if config.muon_embeddings and module in _TABLES:
                 return config.muon_embeddings
             return "muon" if name == "kernel" else "adam"
 
-        return jax.tree_util.tree_map_with_path(of, params)
+        return jax.tree_util.tree_map_with_path(label, params)
 
     def dimensions(params: optax.Params) -> Any:
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
@@ -109,7 +119,8 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
         # All singular values are about 1, so that the RMS is 1 / sqrt(longer side).
         return jax.tree.map(lambda u: u * (0.2 * max(u.shape[-2:]) ** 0.5), updates)
 
-    muon = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=dimensions)
+    beta: Any = config.momentum_or_default
+    muon = optax.contrib.scale_by_muon(beta=beta, eps=_MUON_EPS, weight_dimension_numbers=dimensions)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     parts: dict[Any, optax.GradientTransformation] = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
     if config.muon_embeddings == "orthoadam":
@@ -131,18 +142,31 @@ def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransf
         "lion": lambda: optax.scale_by_lion(b1, b2),
         "muon": lambda: _muon(config, layout),
     }
-    make = scalings.get(config.optimizer) or functools.partial(imported("optim.optimizer", config.optimizer), config)
-    scaling = make()
+    make = scalings.get(config.optimizer) or functools.partial(
+        imported("optim.optimizer", config.optimizer, "config"), config
+    )
+    try:
+        scaling = make()
+    except Exception as error:
+        if ":" not in config.optimizer:
+            raise
+        raise UserError(f"optim.optimizer={config.optimizer!r}: {type(error).__name__}: {error}") from error
+    if not (hasattr(scaling, "init") and hasattr(scaling, "update")):
+        problem = f"optim.optimizer={config.optimizer!r} returns {type(scaling).__name__}"
+        raise UserError(problem, allowed="a function of the OptimConfig that returns an optax transformation")
     return in_rotated_basis(scaling, make_rotation(config.rotation, layout)) if config.rotated else scaling
 
 
-def imported(field: str, name: str) -> Callable[..., Any]:
-    """Returns the function that a field of the config names as `module:function`."""
+def imported(field: str, name: str, *arguments: str) -> Callable[..., Any]:
+    """Returns the function that a field of the config names as `module:function`, which takes these arguments."""
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{field}={name!r}: {error}", allowed="module:function, both of which exist") from None
+        found = getattr(importlib.import_module(module), function)
+        inspect.signature(found).bind(*arguments)  # TypeError for what is no such function
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        allowed = f"module:function, both of which exist, as function({', '.join(arguments)})"
+        raise UserError(f"{field}={name!r}: {error}", allowed=allowed) from None
+    return found
 
 
 def make_optimizer(
@@ -160,28 +184,4 @@ def make_optimizer(
     if config.weight_decay:
         parts.append(("weight_decay", optax.add_decayed_weights(config.weight_decay, decay_mask)))
     parts.append(("learning_rate", optax.scale_by_learning_rate(schedule)))
-    if config.sink_anneal_steps:
-        parts.append(("sink_anneal", anneal_sinks(config.sink_anneal_steps)))
     return optax.named_chain(*parts)
-
-
-def anneal_sinks(steps: int) -> optax.GradientTransformation:
-    """Replaces the updates of learned sink logits: they go linearly to 0 in this many steps and stay there.
-
-    Equation: s(t + 1) = s(t) (1 - 1 / (steps - t)) after t < steps steps, which needs no memory of s(0).
-    """
-
-    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None) -> Any:
-        assert isinstance(state, optax.ScaleByScheduleState)
-        left = jnp.maximum(steps - state.count, 1)
-
-        def replaced(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
-            return -param / left if str(path[-1].key) == "sink" else update
-
-        count = optax.safe_increment(state.count)
-        return jax.tree_util.tree_map_with_path(replaced, updates, params), optax.ScaleByScheduleState(count)
-
-    def init(params: optax.Params) -> optax.OptState:
-        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-
-    return optax.GradientTransformation(init, update)

@@ -60,10 +60,11 @@ TrainSteps = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Step
 
 
 def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, ArrayT]:
-    """Splits the rows of a model into inputs [B, T], targets [B, T], and [1, T] or [B, T] bool, whether they count.
+    """Splits rows into inputs [B, T], targets [B, T], and [1, T] or [B, T] bool, whether they count.
 
-    A causal model has rows [B, T + 1] and predicts the next tokens; those that a relaxed mask shows do not count. Other
-    models have rows [B, 2 T] of `orthojax.data.objectives`, inputs and targets; targets below 0 do not count.
+    A row is T inputs and T targets, its first and its last T ids. In rows [B, T + 1] of a causal model they overlap,
+    the targets are the next tokens, and those that a relaxed mask shows do not count. Other models have rows [B, 2 T]
+    of `orthojax.data.objectives`; targets below 0 do not count.
 
     >>> rows = np.array([[9, 5, 9, 6, -1, 4, 8, -1]])
     >>> inputs, targets, counted = split_tokens(rows, ModelConfig(attention_mask="full"))
@@ -71,11 +72,12 @@ def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, Ar
     ([[9, 5, 9, 6]], [[0, 4, 8, 0]], [[0, 1, 1, 0]])
     """
     xp: Any = jnp if isinstance(tokens, jax.Array) else np
-    if model.attention_mask == "causal":
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        return inputs, targets, (xp.arange(inputs.shape[1]) >= model.relaxed_causal_tokens - 1)[None]
-    T = tokens.shape[1] // 2
-    return tokens[:, :T], xp.maximum(tokens[:, T:], 0), tokens[:, T:] >= 0
+    causal = model.attention_mask == "causal"
+    T = tokens.shape[1] - 1 if causal else tokens.shape[1] // 2
+    inputs, targets = tokens[:, :T], tokens[:, -T:]
+    if causal:
+        return inputs, targets, (xp.arange(T) >= model.relaxed_causal_tokens - 1)[None]
+    return inputs, xp.maximum(targets, 0), targets >= 0
 
 
 def loss_sum_nats(

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 
 from orthojax.experiments.active_dormant.runs import EARLY, SHOWN, Setting, row, short
-from orthojax.experiments.claims import Claim, Metric, all_of
+from orthojax.experiments.claims import Claim, Metric, all_of, shares
 from orthojax.experiments.study import Row, Study
 from orthojax.formatting import share
 from orthojax.report.pictures import ByStep
@@ -18,7 +18,10 @@ from orthojax.report.pictures import ByStep
 _COPY, _BIGRAM = RISKS = Metric("backcopy_risk_nats"), Metric("bigram_excess_risk_nats")
 _SINK, _RATIO, _GAP = Metric("sink_attention_rest"), Metric("value_ratio"), Metric("sink_logit_gap")
 _EARLY = Metric(f"attention to <s>, mean over {EARLY} steps", lambda of: of["early_sink"], share)
-_EFFECT, _TRIGGERS, _TOKEN_VALUE = (Metric(name) for name in ("value_effect_nats", "trigger_keys", "token_value_ratio"))
+_EFFECT, _TOKEN_VALUE = Metric("value_effect_nats"), Metric("token_value_ratio")
+_TRIGGERS, _NULL, _AT_START, _HIDDEN_NULL = shares(
+    "trigger_keys", "null_mass_rest", "null_at_start", "hidden: null_mass_rest"
+)
 _ABOVE = Metric(
     "weight on one token above equal weights", lambda of: of["largest_token"] - of["largest_token_equal"], share
 )
@@ -77,8 +80,7 @@ SINK_REINFORCEMENT = Study(
     pictures=[ByStep("sink_attention_rest"), ByStep("value_ratio")],
 )  # fmt: skip
 
-_NULL, _AT_START = Metric("null_mass_rest"), Metric("null_at_start")
-_HIDDEN_NULL, _HIDDEN_BIGRAM = Metric("hidden: null_mass_rest"), Metric("hidden: bigram_excess_risk_nats")
+_HIDDEN_BIGRAM = Metric("hidden: bigram_excess_risk_nats")
 _DOSES = ("softmax1", "n8", "n64", "n512")
 
 
@@ -110,8 +112,7 @@ SOFTMAX1_SINKS = Study(
     "to 512, or learned from 1; softmax-1 also has biases, no <s> (whose metrics are then those of the first token), "
     "or <s> hidden from non-triggers in training. `hidden: NAME` is of the trained model with <s> hidden. Criteria "
     "were written when it was known that softmax-1 keeps the sink, and before any of these runs.",
-    columns=[_SINK, _AT_START, _NULL, _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, "hidden: trigger_keys",
-             _HIDDEN_BIGRAM],
+    columns=[_SINK, _AT_START, _NULL, _RATIO, *RISKS, _TRIGGERS, _HIDDEN_NULL, _HIDDEN_BIGRAM],
     claims=[
         Claim("Softmax-1 keeps the sink and the drain.",
               ((_SINK["softmax1"] > 0.5) & (_RATIO["softmax1"] < 0.5)).in_every_seed(),
@@ -133,5 +134,5 @@ SOFTMAX1_SINKS = Study(
         _triggers_instead("hidden", "Hidden in training, <s> is replaced by triggers, not by the null."),
         _triggers_instead("no_bos", "Without <s> triggers are the sink, not the null."),
     ],
-    pictures=[ByStep("sink_attention_rest"), ByStep("null_mass_rest")],
+    pictures=[ByStep("sink_attention_rest"), ByStep([_NULL])],
 )  # fmt: skip

@@ -8,30 +8,21 @@ others: `softmax1_sinks` says why it should do what softmax-1 does not.
 
 from orthojax import quant
 from orthojax.config import Config, replace
-from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, DRAIN, KEY_MASS, OUTLIERS, PEAK, RISKS, SINK
+from orthojax.experiments import claims as c
+from orthojax.experiments.active_dormant import measures
+from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_DRAIN, TOP_PEAK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy, short
-from orthojax.experiments.claims import (
-    FIRST,
-    FRACTION,
-    NO_OUTLIERS,
-    OUTCOME,
-    REST,
-    Claim,
-    Expr,
-    Metric,
-    largest,
-    lost,
-    smallest,
-)
+from orthojax.experiments.claims import Claim, Expr, Metric
 from orthojax.experiments.study import Study, grid
 from orthojax.formatting import share
 from orthojax.report.pictures import Bars, ByLayer, ByStep
 from orthojax.report.tables import Columns
 
 _DRAIN = Metric("value_drain")
-_MOST = [Metric(name) for name in ("largest_token", "largest_token_equal", "token_value_ratio")]
-_KEYS = [Metric(name) for name in ("first_key", "delimiter_key", "delimiter_key_triggers")]
-(_TOKEN, _EQUAL, _TOKEN_VALUE), (_FIRST, _DELIMITER, _AT_TRIGGERS) = _MOST, _KEYS
+_TOKEN, _EQUAL, _FIRST, _DELIMITER, _AT_TRIGGERS, _TRIGGERS = c.shares(
+    "largest_token", "largest_token_equal", "first_key", "delimiter_key", "delimiter_key_triggers", "trigger_keys"
+)
+_TOKEN_VALUE = Metric("token_value_ratio")
 
 
 def _in_later_layers(name: str) -> list[Expr]:
@@ -54,42 +45,44 @@ BACKCOPY_RULES = Study(
     }),
     scales=SCALES,
     seeds=SEEDS,
-    measures=(KEY_MASS,),
+    measures=(measures.KEY_MASS,),
     note="One layer, three for the in-context bigram; excess risks are above the exact oracle of each task; with half "
     "the probability of a copy is 1/2. The most attended token is that with most weight above what equal weights would "
     "give, at non-trigger queries of the second half. The paper's numbers are read off figures of one seed.",
     paper={"no_bos": {COPY.name: 8.56e-5}, "backward": {_DRAIN.name: 5.5 / 22}},
-    columns=[*RISKS, SINK, _DRAIN, "active_at_triggers active_elsewhere"],
-    tables=[Columns("Late queries, those after the delimiter", [*_KEYS, *_MOST, "trigger_keys"])],
+    columns=[*RISKS, SINK_MASS, _DRAIN, "active_at_triggers active_elsewhere"],
+    tables=[Columns("Late queries, those after the delimiter",
+                    [_FIRST, _DELIMITER, _AT_TRIGGERS, _TOKEN, _EQUAL, _TOKEN_VALUE, _TRIGGERS])],
     claims=[
-        Claim("With two <s> the sink is on them, together.", (SINK["two_bos"] > 0.7).in_every_seed()),
+        Claim("With two <s> the sink is on them, together.", (SINK_MASS["two_bos"] > 0.7).in_every_seed()),
         Claim("They share it.", ((_FIRST["two_bos"] > 0.1) & (_FIRST["two_bos"] < 0.9)).in_every_seed(),
               added="seen in these runs"),
         Claim("Without <s> the sink moves to other tokens.",
-              (_TOKEN["no_bos"] > 2 * _EQUAL["no_bos"]) & (SINK["no_bos"] < 0.5)),
+              (_TOKEN["no_bos"] > 2 * _EQUAL["no_bos"]) & (SINK_MASS["no_bos"] < 0.5)),
         Claim("That token's value is drained.", _TOKEN_VALUE["no_bos"] < 0.5),
         Claim("Without <s> the task is still learned.", COPY["no_bos"] < 0.02),
         Claim("After a delimiter, where no query needs the head, the sink is on <s> or on the delimiter.",
               (_FIRST["delimiter"] > 0.5) | (_DELIMITER["delimiter"] > 0.5),
               revised=("any most attended token counted, at all positions",
-                       Claim("", (SINK["delimiter"] > 0.5) | (_TOKEN["delimiter"] > 0.5)))),
+                       Claim("", (SINK_MASS["delimiter"] > 0.5) | (_TOKEN["delimiter"] > 0.5)))),
         Claim("The delimiter is the sink of trigger characters, which have nothing to copy after it.",
               (_AT_TRIGGERS["delimiter"] > 0.9).in_every_seed(), added="seen in these runs"),
         Claim("The in-context bigram has a sink in some layer above the first.",
-              largest(*_in_later_layers(SINK.name)) > 0.5),
+              c.largest(*_in_later_layers(SINK_MASS.name)) > 0.5),
         Claim("In the in-context bigram the value of <s> is drained there.",
-              smallest(*_in_later_layers(_DRAIN.name)) < 0.5),
+              c.smallest(*_in_later_layers(_DRAIN.name)) < 0.5),
         Claim("Bigram-backward has a weaker sink and drain than Bigram-Backcopy.",
-              (SINK["backward"] < SINK["bos"]) & (_DRAIN["backward"] > _DRAIN["bos"])),
+              (SINK_MASS["backward"] < SINK_MASS["bos"]) & (_DRAIN["backward"] > _DRAIN["bos"])),
         Claim("(Ours, predicted) Without anything to copy there is no sink: no head is needed, so none learns to be "
-              "idle.", SINK["markov"] < 0.3),
-        Claim("(Ours, predicted) Copying half of the time is enough.", SINK["half"] > 0.5),
+              "idle.", SINK_MASS["markov"] < 0.3),
+        Claim("(Ours, predicted) Copying half of the time is enough.", SINK_MASS["half"] > 0.5),
     ],
     pictures=[ByStep("sink_attention_rest", x_scale="log", name="sink")],
 )  # fmt: skip
 
-_ON_FIRST, _TRIGGERS_ON_FIRST = Metric("first_key/layer_0"), Metric("active_first_key/layer_0")
-_TRIGGERS_ON_TRIGGERS = Metric("active_trigger_keys/layer_0")
+_ON_FIRST, _ON_TRIGGERS, _TRIGGERS_ON_FIRST, _TRIGGERS_ON_TRIGGERS = c.shares(
+    *(f"{name}/layer_0" for name in ("first_key", "trigger_keys", "active_first_key", "active_trigger_keys"))
+)
 _VALUE_RATIO = Metric("value norm, <s> over others, layer 0",
                       lambda of: of["value_norm_first/layer_0"] / of["value_norm_rest/layer_0"])  # fmt: skip
 _EXCESS = Metric("largest excess risk (nats)", lambda of: max(risk(of) for risk in RISKS))
@@ -106,12 +99,12 @@ NEEDED_HEAD = Study(
         "reverse": _SKIP | {"data.other_rule": "markov", "data.other_rule_probability": 1.0},
     }),
     seeds=(0, 1, 2),
-    measures=(KEY_MASS,),
+    measures=(measures.KEY_MASS,),
     note="The prediction: queries that do not need the head park on a sink. On Bigram-Backcopy only triggers need "
     "it. In a skip-bigram the next token always depends on the one before the current one: every query needs it. In "
     "reverse it does except after triggers, which alone do not need it. Weights are those of the second half of a "
     "sequence, active_* at triggers; equal weights would put 0.021 on a key. Criteria are older than the runs.",
-    columns=[_ON_FIRST, _TRIGGERS_ON_FIRST, "trigger_keys/layer_0", _TRIGGERS_ON_TRIGGERS, _VALUE_RATIO,
+    columns=[_ON_FIRST, _TRIGGERS_ON_FIRST, _ON_TRIGGERS, _TRIGGERS_ON_TRIGGERS, _VALUE_RATIO,
              "sink_logit_gap", *RISKS],
     claims=[
         Claim("Each task is learned.", (_EXCESS["*"] < 0.15).in_every_seed()),
@@ -153,7 +146,7 @@ BREAK_CONDITIONS_MAP = Study(
                              "train.probe": ""}),
         _ATTENTION, _OPTIMIZERS, {str(depth): {"model.num_layers": depth} for depth in range(1, 7)}),
     seeds=(1,),
-    columns=[SINK, DRAIN, PEAK, *RISKS],
+    columns=[SINK_MASS, TOP_DRAIN, TOP_PEAK, *RISKS],
     pictures=[
         ByLayer("sink_attention_rest residual_peak_ratio", "*_adam_6", y_scale="log", name="by_attention"),
         ByLayer("sink_attention_rest residual_peak_ratio", "softmax_*_6", y_scale="log", name="by_optimizer"),
@@ -187,9 +180,9 @@ def _removes(method: str) -> list[Claim]:
     """Returns the claims that a method removes what vanilla has in every seed: the sink, the drain and the peak."""
     of = f"{method}_*"
     removed = {
-        "sink": (SINK[of] < 0.2, SINK[_V] >= 0.2),
-        "value drain": (DRAIN[of] > 0.5, DRAIN[_V] <= 0.5),
-        "residual-state peak": (PEAK[of] < 2, PEAK[_V] >= 2),
+        "sink": (SINK_MASS[of] < 0.2, SINK_MASS[_V] >= 0.2),
+        "value drain": (TOP_DRAIN[of] > 0.5, TOP_DRAIN[_V] <= 0.5),
+        "residual-state peak": (TOP_PEAK[of] < 2, TOP_PEAK[_V] >= 2),
     }
     return [Claim(f"{method} removes the {what}.", gone.in_every_seed(), there.in_every_seed())
             for what, (gone, there) in removed.items()]  # fmt: skip
@@ -201,13 +194,13 @@ BACKCOPY_CURE = Study(
     runs=_runs,
     scales=SCALES,
     seeds=SEEDS,
-    measures=(OUTLIERS,),
+    measures=(measures.OUTLIER_MEASURES,),
     note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n, n "
     "the length of a sequence. Names give method, layers and norm.",
-    columns=[SINK, "null_mass", DRAIN, PEAK, *RISKS, "perplexity"],
+    columns=[SINK_MASS, "null_mass", TOP_DRAIN, TOP_PEAK, *RISKS, "perplexity"],
     tables=[
-        Columns("The measures of From Attention to Activation", OUTCOME),
-        Columns("Perplexity lost to quantisation", [lost(name) for name in _SETTINGS]),
+        Columns("The measures of From Attention to Activation", c.OUTCOME),
+        Columns("Perplexity lost to quantisation", [c.lost(name) for name in _SETTINGS]),
     ],
     claims=[
         *(claim for method in _METHODS for claim in _removes(method)),
@@ -215,12 +208,12 @@ BACKCOPY_CURE = Study(
         *(Claim(f"{method} costs nothing on the bigram.", BIGRAM[f"{method}_*"] <= BIGRAM[_V] + 0.005)
           for method in _METHODS),
         *(Claim(f"{method} leaves no outlier channels at {words}.",
-                (kurtosis[f"{method}_*"] < NO_OUTLIERS).in_every_seed(), (kurtosis[_V] > NO_OUTLIERS).in_every_seed(),
-                added=_ADDED)
-          for words, kurtosis in {"other tokens": REST, "<s>": FIRST}.items()
+                (kurtosis[f"{method}_*"] < c.NO_OUTLIERS).in_every_seed(),
+                (kurtosis[_V] > c.NO_OUTLIERS).in_every_seed(), added=_ADDED)
+          for words, kurtosis in {"other tokens": c.REST, "<s>": c.FIRST}.items()
           for method in ("orthoadam", "cured", "curedn")),
         *(Claim(f"{method} lowers how often the first token gets most attention, to less than half.",
-                FRACTION[f"{method}_*"] < 0.5 * FRACTION[_V], added=_ADDED)
+                c.FRACTION[f"{method}_*"] < 0.5 * c.FRACTION[_V], added=_ADDED)
           for method in ("softmax1", "cured", "softmaxn", "curedn")),
         Claim("No quantisation setting costs softmax + Adam 1% of perplexity.", (_WORST[_V] < 1.01).in_every_seed(),
               added=_ADDED),

@@ -21,7 +21,7 @@ from orthojax.train.evaluation import observing, validation_loss_nats
 from orthojax.train.step import split_tokens
 
 COPY, BIGRAM = RISKS = Metric("backcopy_excess_risk_nats"), Metric("bigram_excess_risk_nats")
-SINK = Metric("sink_attention_rest")  # the largest over layers
+SINK_MASS = Metric("sink_attention_rest")  # the largest over layers
 
 
 def _ratios(of: Numbers, name: str) -> list[float]:
@@ -31,8 +31,8 @@ def _ratios(of: Numbers, name: str) -> list[float]:
 
 
 # The layer with the most pronounced phenomenon counts.
-PEAK = Metric("residual norm, <s> over others, largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
-DRAIN = Metric("value norm, <s> over others, smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
+TOP_PEAK = Metric("residual norm, <s> over others, largest of the layers", lambda of: max(_ratios(of, "residual_norm")))
+TOP_DRAIN = Metric("value norm, <s> over others, smallest of the layers", lambda of: min(_ratios(of, "value_norm")))
 
 _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "residual_norm_first")
 
@@ -266,4 +266,4 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(found)
 
 
-OUTLIERS = Measure("outliers", _outliers)
+OUTLIER_MEASURES = Measure("outliers", _outliers)

@@ -6,9 +6,9 @@ first of three layers; here every layer is measured.
 
 from orthojax.config import Config, replace
 from orthojax.experiments.active_dormant import measures
-from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, PEAK, RISKS, SINK
+from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_PEAK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
-from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, smallest
+from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, shares, smallest
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.study import Study, grid
 from orthojax.model import LoadedModel
@@ -25,7 +25,9 @@ _LOG_R = Metric("sink_logit_gap/layer_0/log_r")
 _VALUE = "value_norm_first/layer_0"
 _ON_BOS, _ON_OTHERS = Metric("sink_logit_spread"), Metric("other_logit_spread")
 _ACTIVE, _ELSEWHERE = Metric("active_at_triggers"), Metric("active_elsewhere")
-_FOUND, _CALLED = Metric("triggers_found/layer_0"), Metric("others_called_triggers/layer_0")
+_FOUND, _CALLED, _DORMANT = shares(
+    *(f"{name}/layer_0" for name in ("triggers_found", "others_called_triggers", "dormant_sink"))
+)
 _HALF = [Metric(f"{name}/half_step") for name in (
     BIGRAM.name, COPY.name, "sink_attention_rest/layer_0", "sink_logit_gap/layer_0", _VALUE)]  # fmt: skip
 _RISE = Metric("largest over first value norm of <s>", lambda of: of[f"{_VALUE}/largest"] / of[f"{_VALUE}/start"])
@@ -88,7 +90,7 @@ ONE_LAYER = Study(
         },
         "relu": {COPY.name: 3.9e-6, "sink_attention": 1e-5},
     },
-    columns=[*RISKS, SINK, _GAP, _DRAIN, "residual_norm_first residual_norm_rest"],
+    columns=[*RISKS, SINK_MASS, _GAP, _DRAIN, "residual_norm_first residual_norm_rest"],
     tables=[
         Columns("Beside the published numbers",
                 [COPY, "sink_attention", _GAP_TOKENS, _LOW, _HIGH, _LOG_R, "sink_logit_gap/layer_0/log_slope", _ON_BOS,
@@ -101,7 +103,7 @@ ONE_LAYER = Study(
         Claim("The bigram is learned first, then backcopy, with the sink.",
               ((_HALF[0]["softmax"] <= _HALF[1]["softmax"]) & (_HALF[1]["softmax"] <= _HALF[2]["softmax"]))
               .in_every_seed()),
-        Claim("Non-triggers attend to <s>.", (SINK["softmax"] > 0.7).in_every_seed()),
+        Claim("Non-triggers attend to <s>.", (SINK_MASS["softmax"] > 0.7).in_every_seed()),
         Claim("For all kinds of tokens: the whole band of logit gaps is positive.",
               ((_GAP["softmax"] > 8) & (_LOW["softmax"] > 0)).in_every_seed()),
         Claim("The gap grows straight in ln t.", (_LOG_R["softmax"] > 0.97).in_every_seed()),
@@ -114,13 +116,13 @@ ONE_LAYER = Study(
         Claim("Logits on <s> are concentrated.", _ON_BOS["softmax"] < 0.5 * _ON_OTHERS["softmax"]),
         Claim("The head is active at triggers and dormant elsewhere.",
               (_ACTIVE["softmax"] > 0.9) & (_ELSEWHERE["softmax"] < 0.3)),
-        Claim("If no trigger comes, every query is dormant.", Metric("dormant_sink/layer_0")["softmax"] > 0.9),
+        Claim("If no trigger comes, every query is dormant.", _DORMANT["softmax"] > 0.9),
         Claim("Weights on <s> tell triggers from other tokens.",
               (_FOUND["softmax"] > 0.99) & (_CALLED["softmax"] < 0.3)),
         Claim("Attention does the backcopy only: without it the bigram is as good as before.",
               (_NO_ATTENTION[0]["softmax"] > 3) & (abs(_NO_ATTENTION[1]["softmax"]) < 0.02)),
         Claim("The MLP has the bigram.", _NO_MLP[1]["softmax"] > 1),
-        Claim("ReLU attention has no sink and drains no value.", (SINK["relu"] < 0.01) & (_DRAIN["relu"] > 0.5)),
+        Claim("ReLU attention has no sink and drains no value.", (SINK_MASS["relu"] < 0.01) & (_DRAIN["relu"] > 0.5)),
         Claim("ReLU attention costs no performance, at equal rates.", _costs_nothing("relu", "softmax")),
         Claim("ReLU attention costs no performance, each at its best rate.",
               _costs_nothing("relu_best", "softmax_best"), check(_inside, "relu_best", "softmax_best"),
@@ -197,9 +199,11 @@ _GROWTH, _LINEAR = Metric(f"{_FIRST}/growth"), Metric(f"{_FIRST}/linear_r")
 _SLOPE = Metric("growth of the norm in 1,000 steps", lambda of: 1000 * of[f"{_FIRST}/linear_slope"])
 _CHANNEL = Metric("kurtosis of the residual stream at <s>, largest of the layers",
                   lambda of: float(of.layers("kurtosis_first").max()))  # fmt: skip
-_COSINE, _DECAY, _WEAK, _KEY = _GRADIENT = [
-    Metric(f"gradient_{name}/layer_0") for name in ("final_cosine", "decay", "weak_share", "key_cosine")
-]
+_GRADIENTS = [
+    [Metric(f"gradient_final_cosine/layer_{i}"), Metric(f"gradient_decay/layer_{i}"),
+     *shares(f"gradient_weak_share/layer_{i}"), Metric(f"gradient_key_cosine/layer_{i}")] for i in (0, 1)
+]  # fmt: skip
+_COSINE, _DECAY, _WEAK, _KEY = _GRADIENTS[0]
 # The verdicts on the whole gradient are in the first reports: not another criterion, but another metric.
 _OTHER_GRADIENT = (
     "the gradient was first that of the whole loss, which the prediction at <s> itself dominates; it is that of all "
@@ -219,7 +223,7 @@ THREE_LAYERS = Study(
     }),
     scales=SCALES,
     seeds=SEEDS,
-    measures=(measures.HISTORY, measures.MECHANISM, measures.OUTLIERS),
+    measures=(measures.HISTORY, measures.MECHANISM, measures.OUTLIER_MEASURES),
     note="Three blocks with one head; SGD has momentum 0.9. A peak is the norm of the residual stream at <s> over its "
     "mean at other tokens. The gradient is that of the loss at other positions with respect to the residual stream at "
     "<s>, from step 200 on. The paper's numbers are of one seed, after 10,000 steps at width 256.",
@@ -228,25 +232,24 @@ THREE_LAYERS = Study(
         "sgd": {_GROWTH.name: 20.4 / 24.3},
         "relu": {_GROWTH.name: 24.5 / 23.4},
     },
-    columns=[*RISKS, SINK, _GROWTH, _SLOPE, _LINEAR, PEAK, _CHANNEL],
+    columns=[*RISKS, SINK_MASS, _GROWTH, _SLOPE, _LINEAR, TOP_PEAK, _CHANNEL],
     tables=[
         Columns("Residual norm of <s> over the others', by layer",
                 [f"residual_peak_ratio/layer_{i}" for i in range(3)]),
-        Columns("The gradient after the first and the second layer",
-                [*_GRADIENT, *(of.name.replace("layer_0", "layer_1") for of in _GRADIENT)]),
+        Columns("The gradient after the first and the second layer", [*_GRADIENTS[0], *_GRADIENTS[1]]),
     ],
     claims=[
         Claim("Under Adam the residual norm of <s> after the first layer grows.",
               (_GROWTH["adam"] > 3).in_every_seed()),
         Claim("It grows linearly.", (_LINEAR["adam"] > 0.97).in_every_seed()),
-        Claim("It is a peak: other tokens' norm does not follow.", (PEAK["adam"] > 2).in_every_seed()),
+        Claim("It is a peak: other tokens' norm does not follow.", (TOP_PEAK["adam"] > 2).in_every_seed()),
         Claim("Under SGD the sink stays and the norm of <s> after the first layer does not grow.",
-              (_GROWTH["*"] <= 1.5) & (SINK["*"] > 0.7), cases=_SGD_RATES),
-        Claim("Under SGD there is no peak after any layer.", (PEAK["*"] < 2).in_every_seed(), cases=_SGD_RATES,
+              (_GROWTH["*"] <= 1.5) & (SINK_MASS["*"] > 0.7), cases=_SGD_RATES),
+        Claim("Under SGD there is no peak after any layer.", (TOP_PEAK["*"] < 2).in_every_seed(), cases=_SGD_RATES,
               added="the first layer's norm alone had decided this, with 2.37 after the second layer"),
         Claim("ReLU attention removes the peak after the first layer.", _GROWTH["relu"] <= 1.3),
         Claim("ReLU attention removes it after every layer (the published data have it above 50 after the second and "
-              "third).", (PEAK["relu"] < 2).in_every_seed()),
+              "third).", (TOP_PEAK["relu"] < 2).in_every_seed()),
         Claim("(Ours, predicted) OrthoAdam keeps the peak, since its updates are as constant as Adam's.",
               (_GROWTH["orthoadam"] > 3).in_every_seed()),
         Claim("(Ours, predicted) OrthoAdam removes its channel.", _CHANNEL["orthoadam"] < 0.5 * _CHANNEL["adam"]),
@@ -299,7 +302,7 @@ PEAK_BLOCKS = Study(
     # Read off its bar chart, except for one exact value.
     paper={name: {_AFTER_FIRST.name: peak} for name, peak in {
         "two": 15.0, "three": 115.0, "two_mlp": 106.09, "mlp_one_mlp": 11.0, "attention_one_mlp": -1.0}.items()},
-    columns=[_AFTER_FIRST, "residual_peak_ratio/layer_0", PEAK, *RISKS],
+    columns=[_AFTER_FIRST, "residual_peak_ratio/layer_0", TOP_PEAK, *RISKS],
     tables=[Columns("Without the first layer", [_left(_AFTER_FIRST.name), _PEAK_LEFT, _GAP_LEFT, _VALUE_LEFT,
                                                 _COPY_WITHOUT, _BIGRAM_WITHOUT], rows="two three two_mlp")],
     claims=[

@@ -25,7 +25,7 @@ from orthojax.analysis.backcopy import backcopy_risk_nats, bigram_excess_risk_na
 from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.measures import half_step, line
 from orthojax.experiments.active_dormant.runs import letters
-from orthojax.experiments.claims import Claim, Metric
+from orthojax.experiments.claims import Claim, Metric, shares
 from orthojax.experiments.study import Row, Study
 from orthojax.ops.statistics import kurtosis
 from orthojax.optim import Rotation, orthoadam
@@ -179,7 +179,7 @@ def outer_optimizer(name: str, seed: int) -> optax.GradientTransformation:
     return optax.multi_transform({"copy": adamw(), "outer": outer}, labels)
 
 
-def measure(
+def training_metrics(
     apply: Apply, params: Params, tokens: jax.Array, oracle: jax.Array, trigger: jax.Array
 ) -> dict[str, jax.Array]:
     """Measures risks in nats, weight on <s> and its logits at non-triggers, values, residual norms of <s>.
@@ -236,7 +236,7 @@ def train(
         return (optax.apply_updates(params, updates), state), None
 
     run = jax.jit(lambda carry, drawn: jax.lax.scan(step, carry, drawn)[0])
-    look = jax.jit(lambda params: measure(apply, params, jnp.asarray(held_out), oracle, trigger))
+    look = jax.jit(lambda params: training_metrics(apply, params, jnp.asarray(held_out), oracle, trigger))
     carry, found, steps = (params, optimizer.init(params)), {}, shown[-1]
     for done, drawn in zip(range(0, steps + 1, _CHUNK), [*sequences(task, steps, seed), None], strict=False):
         if done in shown:
@@ -317,7 +317,7 @@ SIMPLIFIED_MODEL = Study(
 )  # fmt: skip
 
 _GROWTH, _LINEAR, _SLOPE = Metric("growth"), Metric("linear_r"), Metric("slope_per_1000")
-_SHARE = Metric("largest_share")
+(_SHARE,) = shares("largest_share")
 # Of either sign, since its factor in every logit, alpha, may have either.
 _TURNED = Metric("|cosine| of <s> with its key", lambda of: abs(of["key_cosine"]))
 

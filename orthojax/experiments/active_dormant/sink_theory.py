@@ -19,7 +19,7 @@ import numpy as np
 
 from orthojax.data.bigram_backcopy import BigramBackcopy
 from orthojax.experiments.active_dormant.runs import letters
-from orthojax.experiments.claims import Claim, Metric, all_of
+from orthojax.experiments.claims import Claim, Metric, all_of, shares
 from orthojax.experiments.study import Row, Study
 from orthojax.report.tables import Columns
 
@@ -263,7 +263,7 @@ def _flows(seed: int) -> Iterator[Row]:
 _SLOPE_MIN, _SLOPE_MAX, _SPREAD, _SPREAD_EARLY, _CLOSED, _ASYMPTOTE = (Metric(name) for name in (
     "slope_min", "slope_max", "spread", "spread_early", "closed_form_error", "asymptote_error"))  # fmt: skip
 _RATE, _FIXED, _DRIFT = Metric("rate_ratio"), Metric("fixed_point_error"), Metric("mean_drift")
-_ON_SET, _NOT_DRAINED, _WEIGHT = Metric("gradient_on_set"), Metric("not_drained"), Metric("bos_weight")
+_ON_SET, _NOT_DRAINED, (_WEIGHT,) = Metric("gradient_on_set"), Metric("not_drained"), shares("bos_weight")
 _LATE_ALPHA, _LAST_ALPHA = Metric("alpha/log_12"), Metric("alpha/log_16")
 
 SINK_THEORY = Study(
@@ -277,7 +277,7 @@ SINK_THEORY = Study(
     tables=[
         Columns("(a) The value held", "slope_min slope_max closed_form_error spread", rows="value_held"),
         Columns("(b) The logits held", "rate_ratio fixed_point_error mean_drift", rows="logits_held_*"),
-        Columns("(c) Both move", "alpha spread not_drained bos_weight slope", rows="joint joint_contexts"),
+        Columns("(c) Both move", ["alpha spread not_drained", _WEIGHT, "slope"], rows="joint joint_contexts"),
     ],
     claims=[
         Claim("(a) With the value of <s> held, every logit on <s> grows as ln t / 2.",

@@ -7,33 +7,10 @@ import jax
 import numpy as np
 
 from orthojax.config import replace
-from orthojax.experiments.claims import (
-    CHANCE,
-    FIRST,
-    FRACTION,
-    GAUSSIAN,
-    MASS,
-    NO_OUTLIERS,
-    OUTCOME,
-    OUTLIERS,
-    PPL,
-    REST,
-    ByLayer,
-    Claim,
-    Expr,
-    Metric,
-    all_of,
-    any_of,
-    check,
-    dominated,
-    function,
-    kurtosis_limit,
-    largest,
-    peak,
-    smallest,
-)
+from orthojax.experiments import claims as c
+from orthojax.experiments.claims import ByLayer, Claim, Expr, Metric
 from orthojax.experiments.from_attention import channels, measures, rotations
-from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, grid, retested
+from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, retested, variants
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.study import Row, Study
 from orthojax.ops.statistics import norm_ratio
@@ -45,10 +22,10 @@ from orthojax.report.tables import Paired
 
 _VANILLA, _CURED = "gpt2_130m_vanilla", "gpt2_130m_cured"
 _PAIR = ("vanilla", "cured")
-_LIMIT = Metric("3 + 3 sqrt(24 / D)", kurtosis_limit)
+_LIMIT = Metric("3 + 3 sqrt(24 / D)", c.kurtosis_limit)
 _EMBEDDED = Metric("embedded text", lambda of: float(str(of["data.kind"]) == "embedded"))
 _COULD_NOT_FAIL = "below the paper's scale it could not fail"
-_REST_OUTLIERS = REST[_VANILLA] > OUTLIERS
+_REST_OUTLIERS = c.REST[_VANILLA] > c.OUTLIERS
 
 
 def of_layers(metric: str, words: str, of: Callable[[np.ndarray], Any]) -> Metric:
@@ -59,21 +36,21 @@ def of_layers(metric: str, words: str, of: Callable[[np.ndarray], Any]) -> Metri
 FIGURE1 = Study(
     name="figure1",
     title="Figure 1: attention map and hidden states, vanilla and cured",
-    runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     models=lambda given: given,
     note="The paper shows a pretrained GPT2-Medium, which --model=NAME=CHECKPOINT adds to these maps, and its own "
     "model with softmax-1 and OrthoAdam.",
-    columns=OUTCOME,
+    columns=c.OUTCOME,
     claims=[
-        retested("With softmax and Adam the first key token dominates.", dominated(_VANILLA), None, _COULD_NOT_FAIL,
-                 dominated(_VANILLA) | (_EMBEDDED[_VANILLA] < 1)),
+        retested("With softmax and Adam the first key token dominates.", c.dominated(_VANILLA), None, _COULD_NOT_FAIL,
+                 c.dominated(_VANILLA) | (_EMBEDDED[_VANILLA] < 1)),
         Claim("Softmax-1, here with OrthoAdam, eliminates that dominance.",
-              FRACTION[_CURED] <= FRACTION[_VANILLA] / 2, dominated(_VANILLA)),
+              c.FRACTION[_CURED] <= c.FRACTION[_VANILLA] / 2, c.dominated(_VANILLA)),
         retested("With softmax and Adam the hidden states have outlier channels.", _REST_OUTLIERS, None,
                  _COULD_NOT_FAIL, _REST_OUTLIERS | (_EMBEDDED[_VANILLA] < 1)),
         Claim("OrthoAdam and softmax-1 remove them.",
-              (FIRST[_CURED] <= _LIMIT[_VANILLA]) & (REST[_CURED] < NO_OUTLIERS), _REST_OUTLIERS),
+              (c.FIRST[_CURED] <= _LIMIT[_VANILLA]) & (c.REST[_CURED] < c.NO_OUTLIERS), _REST_OUTLIERS),
     ],
     pictures=[pictures.Maps()],
 )  # fmt: skip
@@ -83,11 +60,18 @@ _EQUAL = Metric(  # the mean of 1 / (t + 1) over queries t that see all of the f
     lambda of: float(np.mean(1 / np.arange(measures.KEYS + 1, of["data.sequence_length"] + 1))),
 )
 _WINNER = Metric("winning key", lambda of: float(round(of["winner"])))
-_WINNER_MASS, _OTHERS_MASS = Metric("winner_mass"), Metric("others_mass")
+_WINNER_MASS, _OTHERS_MASS, *_OF_WINNER = c.shares(
+    "winner_mass",
+    "others_mass",
+    "winner_fraction",
+    "winner_of_heads",
+    "winner_of_sequences",
+    "largest_mass_of_sequence",
+)
 
 
 def _one_key_dominates(variant: str) -> Expr:
-    return (_WINNER_MASS[variant] > 2 * largest(_EQUAL[variant], _OTHERS_MASS[variant])).in_every_seed()
+    return (_WINNER_MASS[variant] > 2 * c.largest(_EQUAL[variant], _OTHERS_MASS[variant])).in_every_seed()
 
 
 def _first_key_wins(variant: str) -> Expr:
@@ -126,15 +110,14 @@ FIGURE2 = Study(
     measures=(measures.FIRST_KEYS,),
     note="Softmax and Adam; targets that the relaxed mask shows enter neither the loss nor either perplexity. Rows "
     "have no BOS, as in the paper: it would be privileged by what it is. Masses are of queries after the first ten.",
-    columns="perplexity_after_first_keys winner winner_mass others_mass winner_fraction winner_of_heads "
-    "winner_of_sequences largest_mass_of_sequence",
+    columns=["perplexity_after_first_keys winner", _WINNER_MASS, _OTHERS_MASS, *_OF_WINNER],
     claims=[
         Claim("One of the first 10 tokens still dominates (section 3.2, Figure 2).",
               _one_key_dominates("relaxed"), _one_key_dominates("causal")),
         Claim("It is the mask that privileges the first token.",
               _first_key_wins("causal") & ~_first_key_wins("relaxed"), _BOTH),
         Claim("Which of the 10 it is, is uniformly distributed ('this happens with uniform distribution').",
-              check(_equally_often, "relaxed"), _BOTH & check(_enough_seeds, "relaxed")),
+              c.check(_equally_often, "relaxed"), _BOTH & c.check(_enough_seeds, "relaxed")),
     ],
     pictures=[_first_keys],
 )  # fmt: skip
@@ -174,7 +157,7 @@ FIGURE3 = Study(
     claims=[
         Claim("Rotating a vector with a dominant component lowers its largest entry, with the best Q (all entries of "
               "Q e_i equal), a Hadamard and a Haar matrix.",
-              all_of(_RATIO[f"{rotation}_*"] < _RATIO["none_*"] for rotation in rotations.ROTATIONS[1:])),
+              c.all_of(_RATIO[f"{rotation}_*"] < _RATIO["none_*"] for rotation in rotations.ROTATIONS[1:])),
         Claim("It takes many channels: what a random rotation leaves of e_i alone in two channels and in 768.",
               (_ALONE["haar_D2"] > 0.5) & (_ALONE["haar_D768"] < 0.25),
               revised=("the first compared samples with their own exact mean, which they cannot miss",
@@ -213,7 +196,7 @@ FIGURE4 = Study(
     name="figure4",
     title="Figures 4 and 5: norms of the output projections by channel beside their summed second moments",
     # 130M, as in the paper; a smaller and a larger one as well if models are cheap.
-    runs=lambda scale: grid(scale, ["gpt2_130m"] if scale == "paper" else MODELS[:3], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"] if scale == "paper" else MODELS[:3], _PAIR),
     scales=SCALES,
     also=("figure5",),
     measures=(channels.OUTPUT_WEIGHTS, channels.LARGEST_CHANNEL_WEIGHTS),
@@ -225,22 +208,22 @@ FIGURE4 = Study(
         "explained_outlier_channels", "larger_norms")],
     claims=[
         Claim("In all cases of large outlier weights the summed second moments are small outliers (appendix E; softmax "
-              "and Adam, MLP output).", check(_all_explained, V),
-              check(lambda of: bool(of.layers("mlp_output_own_outlier_channels").any()), V,
-                    words="There are outlier weights"),
+              "and Adam, MLP output).", c.check(_all_explained, V),
+              c.check(lambda of: bool(of.layers("mlp_output_own_outlier_channels").any()), V,
+                      words="There are outlier weights"),
               added="the limit was chosen with the runs at hand; by the usual 3.5 the first report counted 0 of 70 "
               "channels"),
         Claim("Channels whose second moments are small have large weights (appendix E; softmax and Adam, MLP output).",
               (_HIGHEST_CORRELATION[V] < 0).in_every_seed()),
         Claim("OrthoAdam's moments are considerably more uniform (Figure 5).",
               (_SPREAD[C] <= 0.5 * _SPREAD[V]).in_every_seed()),
-        Claim("OrthoAdam and softmax-1 remove outlier weights (Figure 5).", check(_few_outlier_weights_left),
-              check(lambda *of: _outlier_weights("vanilla", of) > 0, words="Vanilla models have any")),
+        Claim("OrthoAdam and softmax-1 remove outlier weights (Figure 5).", c.check(_few_outlier_weights_left),
+              c.check(lambda *of: _outlier_weights("vanilla", of) > 0, words="Vanilla models have any")),
         Claim("Outlier weights are generally in the output layer of the MLP (appendix E; softmax and Adam).",
               ((_IN_MLP[V] > _IN_ATTENTION[V]) | ~(abs(_IN_MLP[V] + _IN_ATTENTION[V]) > 0)).in_every_seed(),
               ~((abs(_IN_MLP[V]) <= 0) & (abs(_IN_ATTENTION[V]) <= 0)).in_every_seed()),
         Claim("The largest parameters act on the channels with outliers, as the output channels of the projections "
-              "(4.2; softmax and Adam).", (_RANK[V] < _TOP[V]).in_every_seed(), REST[V] > OUTLIERS),
+              "(4.2; softmax and Adam).", (_RANK[V] < _TOP[V]).in_every_seed(), c.REST[V] > c.OUTLIERS),
     ],
     pictures=[channels.output_norms],
 )  # fmt: skip
@@ -268,12 +251,12 @@ _FARTHEST = Metric("factor between OrthoAdam's basis and X, farthest layer", _fa
 _EXCESS = Metric("kurtosis of X V less that of X, smallest of the layers", _singular_excess)
 _OF_GAUSSIANS = Metric("kurtosis of X V of Gaussian values", _singular_kurtosis_of_gaussians)
 _XV = [of_layers(f"{what}_kurtosis_xv", f"kurtosis of X V, {what}", np.mean) for what in _WHAT]
-_WRITES = _ADDED[_V350] > OUTLIERS
+_WRITES = _ADDED[_V350] > c.OUTLIERS
 _MORE = (_ADDED[_V350] > _ADDED[_C350]).in_every_seed()
 FIGURE6 = Study(
     name="figure6",
     title="Figure 6: kurtosis of each layer's output in the basis of OrthoAdam and in that of its singular vectors",
-    runs=lambda scale: grid(scale, ["gpt2_350m"], ("cured", "vanilla")),
+    runs=lambda scale: variants(scale, ["gpt2_350m"], ("cured", "vanilla")),
     scales=SCALES,
     measures=(measures.BASES,),
     note="X [T, D] is what a layer adds to the hidden states of one sequence (`added`), and the MLP's part alone "
@@ -284,34 +267,35 @@ FIGURE6 = Study(
         Claim("Outliers do not hide in OrthoAdam's basis (Figure 6).",
               (_FARTHEST[_C350] < 1.25).in_every_seed(), _WRITES),
         Claim("In all three bases the kurtosis is near that of a Gaussian, 3.",
-              largest(*(Metric(of)[_C350] for names in _IN_BASES.values() for of in names[:3])) < NO_OUTLIERS, _WRITES),
+              c.largest(*(Metric(of)[_C350] for names in _IN_BASES.values() for of in names[:3])) < c.NO_OUTLIERS,
+              _WRITES),
         retested("A basis with larger kurtosis exists: that of the singular vectors, X V. Any matrix has one, so this "
                  "says nothing of outliers.", (_EXCESS[_C350] > 0).in_every_seed(),
-                 smallest(*(of[_C350] for of in _XV)) > _OF_GAUSSIANS[_C350], "Gaussian values met it as well"),
+                 c.smallest(*(of[_C350] for of in _XV)) > _OF_GAUSSIANS[_C350], "Gaussian values met it as well"),
         Claim("The vanilla model's layers write outliers.", _WRITES & _MORE,
               revised=("it was judged only if it is true", Claim("", _MORE, _WRITES))),
     ],
-    pictures=[pictures.ByLayer(" ".join(names), y_scale="log", references={"Gaussian": GAUSSIAN},
+    pictures=[pictures.ByLayer(" ".join(names), y_scale="log", references={"Gaussian": c.GAUSSIAN},
                                name=f"kurtosis_in_bases_{what}") for what, names in _IN_BASES.items()],
 )  # fmt: skip
 
 # Figures 7 to 26 and appendix I: the paper speaks of 'general trends', so claims hold if they do in most of the models.
 _FRACTIONS = ByLayer("first_attention_fraction")
-_DOMINATED = {of: peak(_FRACTIONS[of]) > 2 * CHANCE[of] for of in (V, O)}
+_DOMINATED = {of: c.peak(_FRACTIONS[of]) > 2 * c.CHANCE[of] for of in (V, O)}
 
 
 def _first(layers: Expr) -> Expr:
-    return function("first layer", lambda of: of[0], layers)
+    return c.function("first layer", lambda of: of[0], layers)
 
 
 def _rises(layers: Expr) -> Expr:
     with_depth = lambda of: channels.correlation(np.arange(len(of)), of, of_ranks=True)  # noqa: E731
-    return function("rank correlation with depth", with_depth, layers) > 0
+    return c.function("rank correlation with depth", with_depth, layers) > 0
 
 
 def _grows(layers: Expr) -> Expr:
     # Less is not growth: outliers of the first layer stay in the residual stream, and noise decides which has most.
-    return _rises(layers) & (peak(layers) >= 1.25 * _first(layers))
+    return _rises(layers) & (c.peak(layers) >= 1.25 * _first(layers))
 
 
 def _dominance() -> list[Claim]:
@@ -319,16 +303,16 @@ def _dominance() -> list[Claim]:
     claims = []
     for of, words in ((V, "softmax and Adam"), (O, "softmax and OrthoAdam")):
         layers = _FRACTIONS[of]
-        last = function("last layer", lambda of: of[-1], layers)
-        inside = function("the largest is neither first nor last", lambda of: 0 < of.argmax() < len(of) - 1, layers)
+        last = c.function("last layer", lambda of: of[-1], layers)
+        inside = c.function("the largest is neither first nor last", lambda of: 0 < of.argmax() < len(of) - 1, layers)
         claims += [
             Claim(f"With {words}, dominance begins low and rises to a peak in the middle layers.",
-                  inside & (_first(layers) < peak(layers) / 2), _DOMINATED[of], most=True),
-            Claim(f"With {words}, dominance falls in the final layers.", last < peak(layers), _DOMINATED[of],
+                  inside & (_first(layers) < c.peak(layers) / 2), _DOMINATED[of], most=True),
+            Claim(f"With {words}, dominance falls in the final layers.", last < c.peak(layers), _DOMINATED[of],
                   most=True),
         ]  # fmt: skip
     for words, before, after in (("Adam", V, S), ("OrthoAdam", O, C)):
-        left = peak(_FRACTIONS[after]) <= peak(_FRACTIONS[before]) / 2
+        left = c.peak(_FRACTIONS[after]) <= c.peak(_FRACTIONS[before]) / 2
         says = f"With {words}, softmax-1 removes dominance in every layer."
         claims.append(Claim(says, left, _DOMINATED[before], most=True))
     return claims
@@ -337,10 +321,10 @@ def _dominance() -> list[Claim]:
 def _growth(metric: str, words: str, limit: Metric) -> list[Claim]:
     """Returns the claims of appendices I.2 and I.3: growth with Adam, from lower with OrthoAdam, none with both."""
     of = ByLayer(metric)
-    above = {name: peak(of[name]) > limit[name] for name in (V, S, O)}
+    above = {name: c.peak(of[name]) > limit[name] for name in (V, S, O)}
     lower = _first(of[O]) < _first(of[V])
     why = "a largest layer 1% above the first met it"
-    all_but_last = function("largest of all layers but the last", lambda layers: layers[:-1].max(initial=0), of[C])
+    all_but_last = c.function("largest of all layers but the last", lambda layers: layers[:-1].max(initial=0), of[C])
     return [
         *(Claim(f"With {method}, the {words} grows with depth.", _grows(of[name]), above[name], most=True,
                 revised=(why, Claim("", _rises(of[name]), above[name], most=True)))
@@ -361,13 +345,13 @@ def _ratio_limit(of: Numbers) -> float:
 def _max_abs() -> list[Claim]:
     """Returns the claims of appendices I.4 and J: outliers arise early and persist; both methods shrink them."""
     of = ByLayer("max_abs_first")
-    outliers = peak(ByLayer("kurtosis_first")[V]) > _LIMIT[V]
+    outliers = c.peak(ByLayer("kurtosis_first")[V]) > _LIMIT[V]
     # From layer L / 4 of L on, rounded down, without the last.
-    later = function("smallest from L / 4 on", lambda of: of[len(of) // 4 : -1].min(initial=np.inf), of[V])
-    smaller = function("smaller in every layer", lambda after, before: bool((after < before).all()), of[C], of[V])
+    later = c.function("smallest from L / 4 on", lambda of: of[len(of) // 4 : -1].min(initial=np.inf), of[V])
+    smaller = c.function("smaller in every layer", lambda after, before: bool((after < before).all()), of[C], of[V])
     return [
         Claim("With softmax and Adam, outliers of the first token are established in early layers and persist.",
-              later >= peak(of[V]) / 2, outliers, most=True),
+              later >= c.peak(of[V]) / 2, outliers, most=True),
         Claim("Softmax-1 with OrthoAdam has smaller activations of the first token in every layer.",
               smaller.in_every_seed(), outliers,
               revised=("means over seeds hid that GPT2 60M has outliers in one seed of three",
@@ -382,7 +366,7 @@ def _study(figure: int, metric: str, words: str, claims: Sequence[Claim], y_scal
     return Study(
         name=f"figure{figure}",
         title=f"Figures {figure} to {figure + 4}: {words}, layer by layer",
-        runs=grid,
+        runs=variants,
         scales=SCALES,
         also=tuple(f"figure{n}" for n in range(figure + 1, figure + 5)),
         models=lambda given: given,
@@ -397,7 +381,7 @@ def _study(figure: int, metric: str, words: str, claims: Sequence[Claim], y_scal
 
 FIGURE7 = _study(7, "first_attention_fraction", "first-token dominance", _dominance(), "linear")
 _KURTOSIS = _growth("kurtosis_first", "kurtosis of the first token", _LIMIT)
-FIGURE12 = _study(12, "kurtosis_first", "kurtosis, first token", _KURTOSIS, "log", Gaussian=GAUSSIAN)
+FIGURE12 = _study(12, "kurtosis_first", "kurtosis, first token", _KURTOSIS, "log", Gaussian=c.GAUSSIAN)
 _RATIOS = _growth("norm_ratio_first", "norm ratio of the first token",
                   Metric("1.5 times a Gaussian vector's mean ratio", _ratio_limit))  # fmt: skip
 FIGURE17 = _study(17, "norm_ratio_first", "max|x| / l2 norm, first token", _RATIOS, "linear")
@@ -409,10 +393,10 @@ _SETS = ("largest_channel", "largest_channels")  # the largest, and a 32nd of al
 def _same_channels(overlap: str, what: str) -> Claim:
     """Claims 'the same feature channels always exhibit outlier activations' (section 2.2), for softmax and Adam."""
     pairs = [(Metric(f"{of}_{overlap}")[_VANILLA], Metric(f"{of}_{overlap}")[_CURED]) for of in _SETS]
-    shared, cured = largest(*(v for v, _ in pairs)), largest(*(c for _, c in pairs))
+    shared, cured = c.largest(*(v for v, _ in pairs)), c.largest(*(x for _, x in pairs))
     return Claim(
         f"The same channels are the outliers for every {what} (2.2).",
-        any_of(v >= largest(0.8, c + 0.1) for v, c in pairs), _REST_OUTLIERS & any_of(c < 0.8 for _, c in pairs),
+        c.any_of(v >= c.largest(0.8, x + 0.1) for v, x in pairs), _REST_OUTLIERS & c.any_of(x < 0.8 for _, x in pairs),
         revised=("it was enough to share what a model without outliers shares as well",
                  Claim("", shared >= 0.8, _REST_OUTLIERS & (cured < 0.8))),
     )  # fmt: skip
@@ -441,7 +425,7 @@ _GIVEN = ("The paper shows pretrained models here; --model=NAME=CHECKPOINT adds 
 FIGURE27 = Study(
     name="figure27",
     title="Figures 27 to 33: hidden states in the largest channels, and whether these are the same everywhere",
-    runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     also=tuple(f"figure{n}" for n in range(28, 34)),
     models=lambda given: given,
@@ -456,13 +440,13 @@ FIGURE27 = Study(
                          x_label="channel", y_label="position", value_label="|hidden state|")],
 )  # fmt: skip
 _MASSES = ByLayer("first_attention_mass")
-_PERSISTS = function("smallest from the third layer on", lambda layers: layers[2:].min(initial=np.inf),
-                     _MASSES[_VANILLA])  # fmt: skip
-_SEEN = peak(_MASSES[_VANILLA]) > 2 * CHANCE[_VANILLA]
+_PERSISTS = c.function("smallest from the third layer on", lambda layers: layers[2:].min(initial=np.inf),
+                       _MASSES[_VANILLA])  # fmt: skip
+_SEEN = c.peak(_MASSES[_VANILLA]) > 2 * c.CHANCE[_VANILLA]
 FIGURE34 = Study(
     name="figure34",
     title="Figures 34 to 40: attention maps, mean over layers and three single layers",
-    runs=lambda scale: grid(scale, ["gpt2_130m"], _PAIR),
+    runs=lambda scale: variants(scale, ["gpt2_130m"], _PAIR),
     scales=SCALES,
     also=tuple(f"figure{n}" for n in range(35, 41)),
     models=lambda given: given,
@@ -470,22 +454,22 @@ FIGURE34 = Study(
     columns="first_attention_fraction first_attention_mass",
     claims=[
         Claim("With softmax and Adam dominance is established after the first or second layer and persists (K).",
-              _PERSISTS >= peak(_MASSES[_VANILLA]) / 2, _SEEN),
+              _PERSISTS >= c.peak(_MASSES[_VANILLA]) / 2, _SEEN),
         Claim("With softmax-1 and OrthoAdam no layer has it.",
-              peak(_MASSES[_CURED]) <= peak(_MASSES[_VANILLA]) / 2, _SEEN),
+              c.peak(_MASSES[_CURED]) <= c.peak(_MASSES[_VANILLA]) / 2, _SEEN),
     ],
     pictures=[_four_maps("attention", "attention on one held-out sequence, mean over heads", x_label="key position",
                          y_label="query position", value_label="weight", log=True),
-              pictures.ByLayer(MASS.name, normalized=True)],
+              pictures.ByLayer(c.MASS.name, normalized=True)],
 )  # fmt: skip
 
-_LOSS = Metric("held-out loss (nats)", lambda of: float(np.log(PPL(of))))
+_LOSS = Metric("held-out loss (nats)", lambda of: float(np.log(c.PPL(of))))
 _NATS, _JUMP, _RISE = Metric("loss_nats"), Metric("loss_jump_nats"), Metric("validation_rise_nats")
 
 FIGURE41 = Study(
     name="figure41",
     title="Figures 41 to 44: training curves of the four methods",
-    runs=grid,
+    runs=variants,
     scales=SCALES,
     also=("figure42", "figure43", "figure44"),
     measures=(measures.STABILITY,),

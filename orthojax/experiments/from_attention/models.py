@@ -14,7 +14,7 @@ from orthojax.model.presets import gpt2, llama2
 
 MODELS = ("gpt2_60m", "gpt2_130m", "gpt2_350m", "gpt2_1_4b", "llama2_130m")
 SCALES = ("tiny", "deep", "small", "paper")
-V, S, O, C = (f"*_{method}" for method in METHODS)  # the variants of `grid` by method, for claims about every model
+V, S, O, C = (f"*_{method}" for method in METHODS)  # the variants by method, for claims about every model
 ABOUT = (
     "Below scale paper, models stand in for the paper's by order of width; they are far smaller and trained far "
     "shorter, at scale deep on text with repeated passages. The paper's numbers are of one run each on C4."
@@ -99,10 +99,10 @@ def base_run(scale: str) -> Config:
     return config("paper/ablation_130m") if scale == "paper" else RUNS[scale]("gpt2_130m")
 
 
-def grid(scale: str, models: Iterable[str] = MODELS, methods: Iterable[str] = tuple(METHODS)) -> dict[str, Config]:
+def variants(scale: str, models: Iterable[str] = MODELS, methods: Iterable[str] = tuple(METHODS)) -> dict[str, Config]:
     """Returns `MODEL_METHOD` -> config of every method of `base.METHODS` with every model.
 
-    >>> list(grid("tiny", ["gpt2_60m"], ["vanilla", "cured"]))
+    >>> list(variants("tiny", ["gpt2_60m"], ["vanilla", "cured"]))
     ['gpt2_60m_vanilla', 'gpt2_60m_cured']
     """
     return {f"{model}_{method}": replace(RUNS[scale](model), METHODS[method]) for model in models for method in methods}

@@ -1,4 +1,4 @@
-"""The numbers that the tables of From Attention to Activation (arXiv 2410.17174) print, by variant of `models.grid`.
+"""Numbers that the tables of From Attention to Activation (arXiv 2410.17174) print, by variant (`models.variants`).
 
 Metrics have our names. `vanilla` is softmax and Adam, `cured` is softmax-1 and OrthoAdam.
 """

@@ -1,36 +1,16 @@
 """First-token dominance on two cores: text with repeated passages, ordinary text, and what removes the dominance."""
 
-from collections.abc import Sequence
-
-from orthojax.config import Config, replace
+from orthojax.config import replace
+from orthojax.experiments import claims as c
 from orthojax.experiments.base import METHODS, REPEATED_MODEL
-from orthojax.experiments.claims import (
-    COARSE,
-    DRAIN,
-    FRACTION,
-    INT4,
-    MODERATE,
-    NO_OUTLIERS,
-    PEAK,
-    PPL,
-    Claim,
-    cured_outliers,
-    dominated,
-    excess_left,
-    halved,
-    loses_less,
-    lost,
-    no_perplexity_lost,
-    outliers,
-    worst,
-)
-from orthojax.experiments.ours.rounding import FOUR_BIT, FOUR_BITS
+from orthojax.experiments.claims import Claim
+from orthojax.experiments.measures import FOUR_BIT, FOUR_BITS
 from orthojax.experiments.study import Study, grid
 from orthojax.report.pictures import ByStep, Maps
 from orthojax.report.tables import Columns, Paired
 
 _MEASURED = ["perplexity kurtosis_first kurtosis_rest max_abs_first first_attention_fraction first_attention_mass",
-             "sink_rate", DRAIN, PEAK]  # fmt: skip
+             "sink_rate", c.DRAIN, c.PEAK]  # fmt: skip
 _DRAINED = 0.5
 _BY_STEP = (ByStep("first_attention_fraction", name="dominance"),
             ByStep("kurtosis_first kurtosis_rest", y_scale="log", name="kurtosis"))  # fmt: skip
@@ -42,35 +22,26 @@ def _change_from(vanilla: str, rows: str) -> Paired:
     return Paired("Change from softmax + Adam, paired by seed", vanilla, rows, changes, differences)
 
 
-def _dominates(cases: Sequence[str] | None = None) -> Claim:
-    return Claim("The first token dominates when text repeats itself.", dominated("vanilla_*"), cases=cases)
+# What each method does to dominance, drains, outliers, perplexity and damage, in every case.
+_V, _S, _O, _C = "vanilla_*", "softmax1_*", "orthoadam_*", "cured_*"
+_HAS_DRAIN = c.DRAIN[_V] < _DRAINED
+_DOMINATES = Claim("The first token dominates when text repeats itself.", c.dominated(_V))
+_BY_METHOD = [
+    c.halved("Softmax-1 alone takes away half of the dominance, or more.", _S, _V),
+    Claim("OrthoAdam alone leaves it.", c.excess_left(_O, _V) >= 0.5, c.dominated(_V)),
+    c.halved("Both together take away half of it, or more.", _C, _V),
+    Claim("The values of the first token are drained under softmax.", _HAS_DRAIN, c.dominated(_V)),
+    Claim("Softmax-1 keeps them.", c.DRAIN[_S] >= _DRAINED, _HAS_DRAIN),
+    c.cured_outliers("Both together leave no outliers.", _C, _V),
+    c.no_perplexity_lost("They cost no perplexity.", _C, _V),
+    *(c.loses_less(setting, f"They lose less at {setting}.", _C, _V) for setting in (c.COARSE, c.MODERATE, c.INT4)),
+]
 
-
-def _by_method(cases: Sequence[str] | None = None) -> list[Claim]:
-    """Returns claims on what each method does to dominance, drains, outliers, perplexity and damage, in every case."""
-    V, S, O, C = "vanilla_*", "softmax1_*", "orthoadam_*", "cured_*"
-    drained = DRAIN[V] < _DRAINED
-    return [
-        halved("Softmax-1 alone takes away half of the dominance, or more.", S, V, cases=cases),
-        Claim("OrthoAdam alone leaves it.", excess_left(O, V) >= 0.5, dominated(V), cases=cases),
-        halved("Both together take away half of it, or more.", C, V, cases=cases),
-        Claim("The values of the first token are drained under softmax.", drained, dominated(V), cases=cases),
-        Claim("Softmax-1 keeps them.", DRAIN[S] >= _DRAINED, drained, cases=cases),
-        cured_outliers("Both together leave no outliers.", C, V, cases=cases),
-        no_perplexity_lost("They cost no perplexity.", C, V, cases=cases),
-        *(
-            loses_less(setting, f"They lose less at {setting}.", C, V, cases=cases)
-            for setting in (COARSE, MODERATE, INT4)
-        ),
-    ]
-
-
-_MAIN = ("64_bos",)
 REPEATED_PASSAGES = Study(
     name="repeated_passages",
     title="Text with repeated passages: dominance, drains, outliers and damage; four methods, ReLU, SGD",
     runs=lambda scale: {
-        **grid(REPEATED_MODEL, METHODS, {_MAIN[0]: {}}),
+        **grid(REPEATED_MODEL, METHODS, {"64_bos": {}}),
         "relu": replace(REPEATED_MODEL, {"model.normalizer": "relu"}),
         "sgd": replace(
             REPEATED_MODEL, {"optim.optimizer": "sgd", "optim.momentum": 0.9, "optim.learning_rate": 0.3}
@@ -81,47 +52,33 @@ REPEATED_PASSAGES = Study(
     "and SGD are mitigations that Active-Dormant Attention Heads names (section 3). Criteria were committed before any "
     "run of these seeds.",
     columns=_MEASURED,
-    tables=[Columns("Perplexity lost to quantisation", [lost(MODERATE), lost(COARSE), lost(INT4)]),
+    tables=[Columns("Perplexity lost to quantisation", [c.lost(c.MODERATE), c.lost(c.COARSE), c.lost(c.INT4)]),
             _change_from("vanilla_64_bos", "*")],
     claims=[
-        _dominates(_MAIN),
-        *_by_method(_MAIN),
+        _DOMINATES,
+        *_BY_METHOD,
         Claim("ReLU attention has neither dominance nor drain.",
-              (excess_left("relu", "vanilla_64_bos") <= 0.5) & (DRAIN["relu"] >= _DRAINED),
-              dominated("vanilla_64_bos")),
-        Claim("SGD has no outliers.", worst("sgd") < NO_OUTLIERS,
-              outliers("vanilla_64_bos") & (PPL["sgd"] < 1.1 * PPL["vanilla_64_bos"])),
+              (c.excess_left("relu", "vanilla_64_bos") <= 0.5) & (c.DRAIN["relu"] >= _DRAINED),
+              c.dominated("vanilla_64_bos")),
+        Claim("SGD has no outliers.", c.worst("sgd") < c.NO_OUTLIERS,
+              c.outliers("vanilla_64_bos") & (c.PPL["sgd"] < 1.1 * c.PPL["vanilla_64_bos"])),
     ],
     headlines=[(metric, "vanilla_64_bos", "cured_64_bos") for metric in _HEADLINES],
     pictures=[*_BY_STEP, Maps("vanilla_64_bos cured_64_bos")],
 )  # fmt: skip
 
 
-def _setting(length: int, bos: bool, steps: int, methods: Sequence[str]) -> dict[str, Config]:
-    """Returns runs that differ from the main job in row length, <s> and steps; all batches have equally many tokens."""
-    changes = {
-        "model.max_length": length,
-        "data.sequence_length": length,
-        "data.bos": bos,
-        "train.batch_size": 1024 // length,
-        "train.steps": steps,
-        "optim.rotation.axes": "output",
-    }
-    name = f"{length}{'_bos' if bos else ''}_{steps}"
-    chosen = (METHODS | {"d_model": METHODS["cured"] | {"optim.rotation.axes": "d_model"}}).items()
-    return {
-        f"{method}_{name}": replace(REPEATED_MODEL, changes | change) for method, change in chosen if method in methods
-    }
-
-
-_ROUNDED = [lost(setting) for setting in (MODERATE, COARSE, INT4, *FOUR_BIT)]
-_FOUR_BITS_TOO = [loses_less(setting, f"They lose less at {setting}.", "cured_*", "vanilla_*") for setting in FOUR_BIT]
+_ROUNDED = [c.lost(setting) for setting in (c.MODERATE, c.COARSE, c.INT4, *FOUR_BIT)]
+_OUTPUT = replace(REPEATED_MODEL, {"optim.rotation.axes": "output"})
+_D_MODEL = {"d_model": METHODS["cured"] | {"optim.rotation.axes": "d_model"}}
 _SHORT, _LONG = "vanilla_64_bos_2000", "vanilla_64_bos_6000"
 REPEATED_LONGER = Study(
     name="repeated_longer",
     title="Repeated passages, three times the steps: dominance, drains, outliers, damage; which part removes what",
-    runs=lambda scale: _setting(64, True, 2000, ("vanilla", "cured"))
-    | _setting(64, True, 6000, (*METHODS, "d_model")),
+    runs=lambda scale: {
+        **grid(_OUTPUT, {name: METHODS[name] for name in ("vanilla", "cured")}, {"64_bos_2000": {}}),
+        **grid(_OUTPUT, METHODS | _D_MODEL, {"64_bos_6000": {"train.steps": 6000}}),
+    },
     seeds=(1, 2, 3, 4, 5),
     measures=(FOUR_BITS,),
     note="6,000 steps, and a pair of 2,000. OrthoAdam rotates the output axes, in `d_model` the d_model axes. "
@@ -131,40 +88,22 @@ REPEATED_LONGER = Study(
     tables=[Columns("Perplexity lost to rounding", _ROUNDED),
             _change_from("vanilla_*", "softmax1_* orthoadam_* cured_* d_model_*")],
     claims=[
-        _dominates(),
-        Claim("It dominates more after three times the steps.", FRACTION[_LONG] > FRACTION[_SHORT]),
+        _DOMINATES,
+        Claim("It dominates more after three times the steps.", c.FRACTION[_LONG] > c.FRACTION[_SHORT]),
         Claim("The cure leaves less of it after three times the steps.",
-              excess_left("cured_64_bos_6000", _LONG) < excess_left("cured_64_bos_2000", _SHORT)),
-        *_by_method(),
-        *_FOUR_BITS_TOO,
-        halved("Both together take away half of the dominance with the d_model axes rotated.", "d_model_*",
-               "vanilla_*"),
-        cured_outliers("With the d_model axes rotated they leave no outliers.", "d_model_*", "vanilla_*"),
-        no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", "d_model_*", "vanilla_*"),
+              c.excess_left("cured_64_bos_6000", _LONG) < c.excess_left("cured_64_bos_2000", _SHORT)),
+        *_BY_METHOD,
+        *(c.loses_less(setting, f"They lose less at {setting}.", _C, _V) for setting in FOUR_BIT),
+        c.halved("Both together take away half of the dominance with the d_model axes rotated.", "d_model_*",
+                 "vanilla_*"),
+        c.cured_outliers("With the d_model axes rotated they leave no outliers.", "d_model_*", "vanilla_*"),
+        c.no_perplexity_lost("With the d_model axes rotated they cost no perplexity.", "d_model_*", "vanilla_*"),
     ],
     headlines=[(metric, _LONG, "d_model_64_bos_6000") for metric in _HEADLINES],
     pictures=[*_BY_STEP, Maps("vanilla_64_bos_6000 cured_64_bos_6000")],
 )  # fmt: skip
-REPEATED_SETTINGS = Study(
-    name="repeated_settings",
-    title="Repeated passages without <s>, and with rows of 256 tokens: dominance, drains, outliers; four methods",
-    runs=lambda scale: _setting(64, False, 2000, tuple(METHODS))
-    | _setting(64, False, 6000, ("vanilla", "cured"))
-    | _setting(256, True, 2000, tuple(METHODS))
-    | _setting(256, False, 2000, tuple(METHODS)),
-    seeds=(1, 2, 3, 4, 5),
-    measures=(FOUR_BITS,),
-    note="Names are method, tokens of a row, whether it begins with <s>, and steps. OrthoAdam rotates the output axes. "
-    "Criteria were committed before these runs.",
-    columns=_MEASURED,
-    tables=[Columns("Perplexity lost to rounding", _ROUNDED),
-            _change_from("vanilla_*", "softmax1_* orthoadam_* cured_*")],
-    claims=[_dominates(), *_by_method(), *_FOUR_BITS_TOO],
-    headlines=[(metric, "vanilla_256_bos_2000", "cured_256_bos_2000") for metric in _HEADLINES],
-    pictures=_BY_STEP,
-)  # fmt: skip
 
-_PREFERRED = dominated("vanilla").in_every_seed()
+_PREFERRED = c.dominated("vanilla").in_every_seed()
 ORDINARY_TEXT = Study(
     name="ordinary_text",
     title="Ordinary text with <s>: attention to the first token, and which part of the cure takes it away",
@@ -173,19 +112,19 @@ ORDINARY_TEXT = Study(
     note="The main job on text without repetition. Criteria were committed before these seeds were run; each part "
     "alone, with its claims, was added when the other two had run and before they had.",
     columns=_MEASURED,
-    tables=[Columns("Perplexity lost to quantisation", [lost(MODERATE), lost(COARSE), lost(INT4)]),
+    tables=[Columns("Perplexity lost to quantisation", [c.lost(c.MODERATE), c.lost(c.COARSE), c.lost(c.INT4)]),
             _change_from("vanilla", "*")],
     claims=[
         Claim("The first token is attended more than by chance on ordinary text as well.", _PREFERRED),
-        Claim("The cure takes that away.", excess_left("cured", "vanilla") <= 0.25, _PREFERRED),
-        cured_outliers("It leaves no outliers.", "cured", "vanilla"),
-        no_perplexity_lost("It costs no perplexity.", "cured", "vanilla"),
-        Claim("Softmax-1 alone takes it away as well.", excess_left("softmax1", "vanilla") <= 0.25, _PREFERRED),
-        Claim("OrthoAdam alone leaves it.", excess_left("orthoadam", "vanilla") >= 0.5, _PREFERRED),
-        Claim("Softmax-1 alone leaves the outliers.", outliers("softmax1"), outliers("vanilla")),
-        cured_outliers("OrthoAdam alone leaves no outliers.", "orthoadam", "vanilla"),
-        no_perplexity_lost("Softmax-1 alone costs no perplexity.", "softmax1", "vanilla"),
-        no_perplexity_lost("OrthoAdam alone costs no perplexity.", "orthoadam", "vanilla"),
+        Claim("The cure takes that away.", c.excess_left("cured", "vanilla") <= 0.25, _PREFERRED),
+        c.cured_outliers("It leaves no outliers.", "cured", "vanilla"),
+        c.no_perplexity_lost("It costs no perplexity.", "cured", "vanilla"),
+        Claim("Softmax-1 alone takes it away as well.", c.excess_left("softmax1", "vanilla") <= 0.25, _PREFERRED),
+        Claim("OrthoAdam alone leaves it.", c.excess_left("orthoadam", "vanilla") >= 0.5, _PREFERRED),
+        Claim("Softmax-1 alone leaves the outliers.", c.outliers("softmax1"), c.outliers("vanilla")),
+        c.cured_outliers("OrthoAdam alone leaves no outliers.", "orthoadam", "vanilla"),
+        c.no_perplexity_lost("Softmax-1 alone costs no perplexity.", "softmax1", "vanilla"),
+        c.no_perplexity_lost("OrthoAdam alone costs no perplexity.", "orthoadam", "vanilla"),
     ],
     pictures=[*_BY_STEP, Maps()],
 )  # fmt: skip

@@ -6,17 +6,9 @@ of 60M parameters with <s> on the sources of Python packages; configs/python_pac
 
 from orthojax import quant
 from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainConfig, replace
+from orthojax.experiments import claims as c
 from orthojax.experiments.base import PACKAGES_MODEL, cured
-from orthojax.experiments.claims import (
-    OUTCOME,
-    Claim,
-    all_of,
-    cured_outliers,
-    halved,
-    largest,
-    lost,
-    no_perplexity_lost,
-)
+from orthojax.experiments.claims import Claim
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel
@@ -62,8 +54,8 @@ def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured(metrics)
 
 
-_LOST = [lost(name) for name in SETTINGS]
-_LESS = all_of(of["cured"] < of["vanilla"] for of in _LOST)
+_LOST = [c.lost(name) for name in SETTINGS]
+_LESS = c.all_of(of["cured"] < of["vanilla"] for of in _LOST)
 LONG_PAIR = Study(
     name="long_pair",
     title="A vanilla and a cured model, as large as two CPU cores or minutes of one GPU allow: growth with tokens",
@@ -73,16 +65,16 @@ LONG_PAIR = Study(
     measures=(Measure("checkpoints", _by_checkpoint),),
     note="Eight layers of width 256 on Python's library, at scale overnight with repeated passages and <s>; at scale "
     "small GPT-2 of the paper's 60M shape. Linear layers are rounded, the head is not.",
-    columns=[OUTCOME, "sink_rate", *_LOST],
+    columns=[c.OUTCOME, "sink_rate", *_LOST],
     claims=[
-        halved("The first token dominates, and both methods together take away half of that, or more.", "cured",
-               "vanilla"),
-        cured_outliers("They leave no outliers.", "cured", "vanilla"),
-        no_perplexity_lost("They cost no perplexity.", "cured", "vanilla"),
+        c.halved("The first token dominates, and both methods together take away half of that, or more.", "cured",
+                 "vanilla"),
+        c.cured_outliers("They leave no outliers.", "cured", "vanilla"),
+        c.no_perplexity_lost("They cost no perplexity.", "cured", "vanilla"),
         Claim("They lose less to rounding.", _LESS,
-              largest(*(of[name] for of in _LOST for name in ("vanilla", "cured"))) >= 0.01,
+              c.largest(*(of[name] for of in _LOST for name in ("vanilla", "cured"))) >= 0.01,
               revised=("when the cured model alone lost, the claim was not judged",
-                       Claim("", _LESS, largest(*(of["vanilla"] for of in _LOST)) >= 0.01))),
+                       Claim("", _LESS, c.largest(*(of["vanilla"] for of in _LOST)) >= 0.01))),
     ],
     headlines=[(metric, "vanilla", "cured") for metric in ("kurtosis_first", "first_attention_fraction", "perplexity")],
     pictures=[

@@ -12,28 +12,24 @@ from orthojax.experiments.claims import (
     NO_OUTLIERS,
     OUTCOME,
     OUTLIERS,
-    PEAK,
     PPL,
     REST,
     WORST,
     Claim,
     Metric,
     all_of,
-    check,
     cured_outliers,
     function,
     largest,
     lost,
     no_perplexity_lost,
     outliers,
-    rising,
     smallest,
     worst,
 )
 from orthojax.experiments.from_attention.models import RUNS, SCALES
 from orthojax.experiments.study import Study
 from orthojax.report.pictures import KURTOSIS, LOSS, ByStep, Points
-from orthojax.report.results import Missing, Result
 from orthojax.report.tables import Columns, Paired
 
 _LOST = [lost(setting) for setting in ("int8_moderate", "int8_coarse", "int4_zeropoint")]
@@ -153,28 +149,6 @@ HAAR = Study(
     ],
 )  # fmt: skip
 
-_USUAL = "b1_0.9_b2_0.999"
-ADAM_BETAS = Study(
-    name="adam_betas",
-    title="Which memory of Adam makes outliers: a grid over b1 and b2",
-    runs=lambda scale: {
-        f"b1_{b1:g}_b2_{b2:g}": replace(RUNS[scale]("gpt2_130m"), {"optim.b1": b1, "optim.b2": b2})
-        for b1 in (0.0, 0.5, 0.9)
-        for b2 in (0.0, 0.9, 0.99, 0.999)
-    },
-    scales=SCALES,
-    note="From Attention to Activation (section 4.1) names the moving average of squared gradients as the cause of "
-    "outliers. Softmax, one rate for all, bias correction; with b2 = 0 updates are signs.",
-    columns=["perplexity", WORST, "kurtosis_first kurtosis_rest max_abs_first max_abs_rest"],
-    claims=[
-        *(Claim(says, WORST[of] > OUTLIERS, (WORST[_USUAL] > OUTLIERS) & (PPL[of] / PPL[_USUAL] - 1 <= 0.1))
-          for says, of in (("Without the first moment there are outliers as well.", "b1_0_b2_*"),
-                           ("Without the second, when updates are signs, there are outliers as well.", "b1_*_b2_0"))),
-        Claim("A longer memory of the second moment makes more of them.",
-              rising(*(WORST[f"b1_0.9_b2_{b2}"] for b2 in ("0", "0.9", "0.99", "0.999"))), WORST[_USUAL] > OUTLIERS),
-    ],
-)  # fmt: skip
-
 # Ordinary text: perplexity on repeated passages would mostly measure copying.
 _TUNED_BASE = replace(LANGUAGE_MODEL, {"data.repeated_share": 0.0, "train.eval_every_steps": 500})
 _TUNED_CHANGES: dict[str, Mapping[str, Any]] = {
@@ -184,16 +158,8 @@ _TUNED_CHANGES: dict[str, Mapping[str, Any]] = {
     "muon": {"optim.optimizer": "muon", "optim.momentum": 0.95},
     "soap": {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95},
     "lion": {"optim.optimizer": "lion", "optim.b2": 0.99},
-    "sgd": {"optim.optimizer": "sgd", "optim.momentum": 0.9},
 }
-# Method -> five peak learning rates, each twice the previous; the rate and warm-up, a fraction of the steps, that won.
-_RATES = {
-    **{name: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2) for name in ("vanilla", "cured", "soap")},
-    "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
-    "lion": (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3),
-    "sgd": (0.1, 0.2, 0.4, 0.8, 1.6),
-}
-_WARMUPS = (0.05, 0.25)
+# Best of ten rates and warm-ups (fractions of the steps) after 500 steps of seed 100; `d_model` has those of `cured`.
 _TUNED = {"vanilla": (0.004, 0.25), "cured": (0.004, 0.25), "d_model": (0.004, 0.25), "muon": (0.01, 0.05),
           "soap": (0.008, 0.25), "lion": (0.001, 0.25)}  # fmt: skip
 
@@ -202,35 +168,6 @@ def _tuned(method: str, rate: float, warmup: float, steps: int) -> Config:
     changes = {"optim.learning_rate": rate, "optim.warmup_steps": round(warmup * steps), "train.steps": steps}
     return replace(_TUNED_BASE, {**_TUNED_CHANGES[method], **changes})
 
-
-def _tried(method: str) -> list[tuple[str, float, float]]:
-    return [(f"{method}_{rate:g}_{warmup:g}", rate, warmup) for rate in _RATES[method] for warmup in _WARMUPS]
-
-
-def _best_is_inside(*of: Result) -> bool:
-    """The rate of the lowest perplexity is not the lowest and not the highest that was tried."""
-    finished = [i for i, result in enumerate(of) if result.seeds]
-    if not finished:
-        raise Missing("no run finished")
-    best = min(finished, key=lambda i: of[i]["perplexity"])
-    return 0 < best // len(_WARMUPS) < len(of) // len(_WARMUPS) - 1
-
-
-TUNING = Study(
-    name="tuning",
-    title="Learning rate and warm-up of Adam, the cure, Muon, SOAP, Lion and SGD, with equal search budgets",
-    runs=lambda scale: {
-        name: _tuned(method, rate, warmup, 500) for method in _RATES for name, rate, warmup in _tried(method)
-    },
-    seeds=(100,),  # used in no comparison
-    note="Ten runs of 500 steps for each method; names are method, peak rate, and warm-up as a fraction of the steps. "
-    "The lowest perplexity chooses both for comparisons on other seeds.",
-    columns="perplexity",
-    claims=[
-        Claim("The best rate lies inside the range that was searched.",
-              all_of(check(_best_is_inside, *(name for name, *_ in _tried(method))) for method in _RATES)),
-    ],
-)  # fmt: skip
 
 _COMPARED = {500: ("vanilla", "cured", "d_model", "muon", "soap", "lion"), 2000: ("vanilla", "cured", "d_model"),
              10_000: ("vanilla", "cured", "d_model")}  # fmt: skip
@@ -267,42 +204,4 @@ PARITY = Study(
     ],
     pictures=[LOSS, *_BY_STEP],
     cost_reference=lambda name: f"vanilla_{name.rpartition('_')[2]}",
-)  # fmt: skip
-
-
-def _long_runs(scale: str) -> dict[str, Config]:
-    runs = {method: _tuned(method, *_TUNED[method], 10_000) for method in ("vanilla", "cured", "d_model")}
-    changes = {"both": {"optim.rotation.axes": "both"}, "haar": {"optim.rotation.kind": "haar"},
-               "orthoadam": {"model.normalizer": "softmax"}}  # fmt: skip
-    return runs | {name: replace(runs["cured"], change) for name, change in changes.items()}
-
-
-def _leaves_none(says: str, variant: str) -> Claim:
-    return Claim(says, (FIRST[variant] < NO_OUTLIERS) & (REST[variant] < NO_OUTLIERS), outliers("cured"))
-
-
-REMAINING_OUTLIERS = Study(
-    name="remaining_outliers",
-    title="What the cure leaves after 10,000 steps of ordinary text, by the matrices and axes of OrthoAdam",
-    runs=_long_runs,
-    seeds=(0, 1, 2),
-    note="The setting of parity at 10,000 steps, at one rate. `cured` rotates the output axes, `d_model` the d_model "
-    "axes, `both` both; `haar` has dense matrices on the output axes. vanilla and cured were known when the criteria "
-    "were set.",
-    columns=[OUTCOME, PEAK],
-    tables=[
-        Columns("Perplexity lost to quantisation", _LOST),
-        Paired("Change from softmax-1 + OrthoAdam on the output axes, paired by seed", "cured", "*",
-               "perplexity kurtosis_first kurtosis_rest", "first_attention_fraction first_attention_mass"),
-    ],
-    claims=[
-        _leaves_none("With the d_model axes rotated no outliers are left.", "d_model"),
-        _leaves_none("With both axes of every kernel rotated no outliers are left.", "both"),
-        _leaves_none("With Haar matrices on the output axes no outliers are left.", "haar"),
-        *(no_perplexity_lost(f"It costs no perplexity: {words}.", name, "vanilla")
-          for name, words in {"d_model": "d_model axes", "both": "both axes", "haar": "Haar"}.items()),
-        Claim("OrthoAdam alone leaves outliers of the first token and none of others.",
-              (FIRST["orthoadam"] > OUTLIERS) & (REST["orthoadam"] < NO_OUTLIERS), outliers("vanilla")),
-    ],
-    pictures=[KURTOSIS, *_BY_STEP, LOSS],
 )  # fmt: skip

@@ -5,29 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orthojax import analysis, quant
-from orthojax.cards.measures import ROTATED
 from orthojax.config import Config, replace
+from orthojax.experiments import claims as c
 from orthojax.experiments.base import BREAKING_MODEL
-from orthojax.experiments.claims import (
-    COARSE,
-    FIRST,
-    OUTLIERS,
-    PEAK,
-    WORST,
-    Claim,
-    Metric,
-    all_of,
-    check,
-    cured_outliers,
-    equivalent,
-    halved,
-    lost,
-    no_perplexity_lost,
-    outliers,
-    smallest,
-    spearman,
-    worst,
-)
+from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.measures import Measure, Measured, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
@@ -38,7 +19,8 @@ from orthojax.train import Inputs, rounded_perplexities
 from orthojax.train.evaluation import cached_perplexities, rotated_perplexities
 from orthojax.train.step import split_tokens
 
-FORMATS = (COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
+FORMATS = (c.COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
+_ROTATED = (c.COARSE, "w4a4", "mxfp4", "nvfp4")  # after training
 _ROWS = 64  # for the propagated error
 
 
@@ -55,9 +37,9 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     config = dataclasses.replace(loaded.config, model=model)
     plain = loaded._replace(model=Transformer(model), params=params, config=config)
     found = rounded_perplexities(plain, inputs, {name: quant.setting_named(name) for name in FORMATS}, on_progress=say)
-    found |= rotated_perplexities(plain, inputs, {name: quant.setting_named(name) for name in ROTATED}, say)
+    found |= rotated_perplexities(plain, inputs, {name: quant.setting_named(name) for name in _ROTATED}, say)
     tokens = split_tokens(inputs.evaluation[:_ROWS], model)[0]
-    for name in (COARSE, "w4a4", "nvfp4"):
+    for name in (c.COARSE, "w4a4", "nvfp4"):
         error = quant.rounding_error(plain.model, params, quant.setting_named(name), tokens)
         found[f"last_state_error_{name}"] = error.last_state
     predictors = analysis.measure(plain, [tokens], analysis.observe_predictors)
@@ -103,7 +85,7 @@ TUNING = Study(
     rounding=False,
     note="1,000 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
     "also of the same optimizer with other architectures. `muon_orthoadam` is Muon with OrthoAdam on the embeddings.",
-    columns=["perplexity", WORST],
+    columns=["perplexity", c.WORST],
 )
 
 # What each optimizer's search chose; for Muon the largest rate that was tried, 2% below the one before.
@@ -147,18 +129,17 @@ def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Clai
         of = [result for result in of if result.seeds]
         if len(of) < 7:
             raise Missing("fewer than seven recipes")
-        return spearman([r[metric] for r in of], [r[lost(setting)] for r in of])
+        return c.spearman([r[metric] for r in of], [r[c.lost(setting)] for r in of])
 
-    holds = check(lambda *of: rho(of) >= least, words=f"Spearman's rho with the loss over recipes at least {least:g}")
+    holds = c.check(lambda *of: rho(of) >= least, words=f"Spearman's rho with the loss over recipes at least {least:g}")
     says = f"{metric.label} orders what recipes lose at {setting}."
     return Claim(says, holds, note=lambda scope: f"rho {rho(scope.study):.2f}", **more)
 
 
 def _breaks(setting: str) -> Any:
-    return lost(setting)["adam"] >= 0.05
+    return c.lost(setting)["adam"] >= 0.05
 
 
-_DRAWN = (COARSE, "w4a4", "mxfp4", "nvfp4")
 _ABOUT = (
     "4,000 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but `osp_channel_norm`, "
     "and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for the optimizer. `osp` "
@@ -166,20 +147,20 @@ _ABOUT = (
     "OrthoAdam on the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after "
     "training."
 )
-_COLUMNS: Any = ["perplexity kurtosis_first kurtosis_rest osp_kurtosis", PEAK,
+_COLUMNS: Any = ["perplexity kurtosis_first kurtosis_rest osp_kurtosis", c.PEAK,
                  "first_attention_fraction first_attention_mass gu_sink_rate"]  # fmt: skip
 _TABLES = [
-    Columns("Perplexity lost at each format", [lost(name) for name in FORMATS]),
-    Columns("The same after a rotation", [lost(f"{name}_rotated") for name in ROTATED]),
+    Columns("Perplexity lost at each format", [c.lost(name) for name in FORMATS]),
+    Columns("The same after a rotation", [c.lost(f"{name}_rotated") for name in _ROTATED]),
     Columns("What is said to predict it", ["max_over_median gu_sink_rate_any",
-            *(f"last_state_error_{name}" for name in (COARSE, "w4a4", "nvfp4"))]),
+            *(f"last_state_error_{name}" for name in (c.COARSE, "w4a4", "nvfp4"))]),
     Paired("Change of perplexity from Adam, paired by seed", "adam", "*", "perplexity"),
 ]  # fmt: skip
 _PICTURES = [
-    Bars("formats", "Perplexity lost at each format, in percent; linear up to 2%.", [lost(name) for name in FORMATS],
+    Bars("formats", "Perplexity lost at each format, in percent; linear up to 2%.", [c.lost(name) for name in FORMATS],
          y_label="%", scale=100, y_scale="symlog"),
-    Points("frontier", "The frontier: perplexity, and what 4 bits cost.", "perplexity", lost("w4a4")),
-    Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", lost("nvfp4")),
+    Points("frontier", "The frontier: perplexity, and what 4 bits cost.", "perplexity", c.lost("w4a4")),
+    Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", c.lost("nvfp4")),
 ]  # fmt: skip
 
 _SHARED: Any = {"seeds": (1, 2, 3), "measures": (ROUNDED,), "rounding": False, "tables": _TABLES,
@@ -196,35 +177,35 @@ PREVENTIONS = Study(
     columns=[*_COLUMNS, "cost_step_ratio cost_optimizer_state_ratio"],
     claims=[
         Claim("There is something to prevent: Adam loses 5% or more at int8 coarse, and 10% or more at w4a4.",
-              (lost(COARSE)["adam"] >= 0.05) & (lost("w4a4")["adam"] >= 0.1)),
+              (c.lost(c.COARSE)["adam"] >= 0.05) & (c.lost("w4a4")["adam"] >= 0.1)),
         *(Claim(f"Softmax-1 with OrthoAdam loses at most a third of what Adam loses at {name}.",
-                lost(name)["cured"] <= lost(name)["adam"] / 3, _breaks(name)) for name in _DRAWN),
+                c.lost(name)["cured"] <= c.lost(name)["adam"] / 3, _breaks(name)) for name in _ROTATED),
         *(Claim(f"Muon with OrthoAdam on the embeddings loses at most half of what Muon loses at {name}.",
-                lost(name)["muon_orthoadam"] <= 0.5 * lost(name)["muon"], lost(name)["muon"] >= 0.05)
-          for name in _DRAWN),
+                c.lost(name)["muon_orthoadam"] <= 0.5 * c.lost(name)["muon"], c.lost(name)["muon"] >= 0.05)
+          for name in _ROTATED),
         *(Claim(f"The gate alone loses at most half of what Adam loses at {name}.",
-                lost(name)["adam_gate"] <= 0.5 * lost(name)["adam"], _breaks(name)) for name in (COARSE, "w4a4")),
-        Claim("Muon alone has outliers.", worst("muon") > OUTLIERS),
-        cured_outliers("OSP has none.", "osp", "adam"),
-        cured_outliers("Muon with OrthoAdam on the embeddings has none.", "muon_orthoadam", "adam"),
-        *(halved(f"The sink: {name} takes half of the dominance away, or more.", name, "adam")
+                c.lost(name)["adam_gate"] <= 0.5 * c.lost(name)["adam"], _breaks(name)) for name in (c.COARSE, "w4a4")),
+        Claim("Muon alone has outliers.", c.worst("muon") > c.OUTLIERS),
+        c.cured_outliers("OSP has none.", "osp", "adam"),
+        c.cured_outliers("Muon with OrthoAdam on the embeddings has none.", "muon_orthoadam", "adam"),
+        *(c.halved(f"The sink: {name} takes half of the dominance away, or more.", name, "adam")
           for name in ("cured", "adam_gate", "muon")),
         Claim("Small groups do not make prevention superfluous: at nvfp4 cured loses less than Adam, in every seed.",
-              (lost("nvfp4")["cured"] < lost("nvfp4")["adam"]).in_every_seed()),
+              (c.lost("nvfp4")["cured"] < c.lost("nvfp4")["adam"]).in_every_seed()),
         *(Claim(f"Prevention is better than a rotation afterwards at {name}.",
-                lost(name)["cured"] < lost(f"{name}_rotated")["adam"], _breaks(name)) for name in ROTATED),
+                c.lost(name)["cured"] < c.lost(f"{name}_rotated")["adam"], _breaks(name)) for name in _ROTATED),
         Claim("A rotation afterwards does not help the cured model at w4a4.",
-              lost("w4a4_rotated")["cured"] >= 0.9 * lost("w4a4")["cured"]),
-        _correlates(WORST, "w4a4", 0.8),
+              c.lost("w4a4_rotated")["cured"] >= 0.9 * c.lost("w4a4")["cured"]),
+        _correlates(c.WORST, "w4a4", 0.8),
         _correlates(Metric("osp_kurtosis"), "w4a4", 0.8),
         _correlates(Metric("last_state_error_w4a4"), "w4a4", 0.8),
-        _correlates(Metric("last_state_error_int8_coarse"), COARSE, 0.8),
-        _correlates(PEAK, COARSE, 0.8, added="when one seed was there"),
-        _correlates(WORST, COARSE, 0.8, added="when one seed was there"),
-        *(equivalent(f"{name} has the perplexity of Adam within 1%.", name, "adam")
+        _correlates(Metric("last_state_error_int8_coarse"), c.COARSE, 0.8),
+        _correlates(c.PEAK, c.COARSE, 0.8, added="when one seed was there"),
+        _correlates(c.WORST, c.COARSE, 0.8, added="when one seed was there"),
+        *(c.equivalent(f"{name} has the perplexity of Adam within 1%.", name, "adam")
           for name in ("cured", "adam_gate", "muon_orthoadam")),
-        no_perplexity_lost("No recipe costs perplexity.", "*", "adam",
-                           cases=[name for name in _RECIPES if name != "adam"]),
+        c.no_perplexity_lost("No recipe costs perplexity.", "*", "adam",
+                             cases=[name for name in _RECIPES if name != "adam"]),
     ],
 )  # fmt: skip
 
@@ -238,16 +219,16 @@ PARTS = Study(
     columns=_COLUMNS,
     claims=[
         Claim("OSP needs each of its parts: without one there are outliers.",
-              all_of(outliers(name) for name in ("muon", "osp_channel_norm", "osp_adam")), outliers("adam")),
-        cured_outliers("SOAP has none.", "soap", "adam"),
-        cured_outliers("TWEO's penalty leaves none.", "adam_tweo", "adam"),
+              c.all_of(c.outliers(name) for name in ("muon", "osp_channel_norm", "osp_adam")), c.outliers("adam")),
+        c.cured_outliers("SOAP has none.", "soap", "adam"),
+        c.cured_outliers("TWEO's penalty leaves none.", "adam_tweo", "adam"),
         Claim("Softmax-1, a gate, learned sinks or softpick leave the outliers of Adam.",
-              all_of(FIRST[f"adam_{name}"] > OUTLIERS for name in ("softmax1", "gate", "sinks", "softpick")),
-              outliers("adam")),
-        *(halved(f"The sink: {name} takes half of the dominance away, or more.", f"adam_{name}", "adam")
+              c.all_of(c.FIRST[f"adam_{name}"] > c.OUTLIERS for name in ("softmax1", "gate", "sinks", "softpick")),
+              c.outliers("adam")),
+        *(c.halved(f"The sink: {name} takes half of the dominance away, or more.", f"adam_{name}", "adam")
           for name in ("softmax1", "sinks", "softpick")),
-        no_perplexity_lost("No part but softpick costs perplexity.", "*", "adam",
-                           cases=[name for name in _PARTS if name != "adam_softpick"]),
+        c.no_perplexity_lost("No part but softpick costs perplexity.", "*", "adam",
+                             cases=[name for name in _PARTS if name != "adam_softpick"]),
     ],
 )  # fmt: skip
 
@@ -271,20 +252,20 @@ SINKS = Study(
     columns=_COLUMNS,
     claims=[
         *(Claim(f"With {name} learned sinks lose at most two thirds of what softmax loses at w4a4.",
-                lost("w4a4")[f"{name}_sinks"] <= lost("w4a4")[name] * 0.667, lost("w4a4")[name] >= 0.1,
+                c.lost("w4a4")[f"{name}_sinks"] <= c.lost("w4a4")[name] * 0.667, c.lost("w4a4")[name] >= 0.1,
                 added="with Adam, of which three seeds were there" if name == "adam" else "") for name in _SINKS),
         Claim("At w4a4 Muon with learned sinks has a lower perplexity than without, in every seed.",
               (_rounded_perplexity("muon_sinks") < _rounded_perplexity("muon")).in_every_seed()),
         Claim("It has the lowest of all eight, or its like with OrthoAdam on the embeddings has.",
-              all_of((_rounded_perplexity("muon_sinks") < _rounded_perplexity(name))
-                     | (_rounded_perplexity("muon_orthoadam_sinks") < _rounded_perplexity(name))
-                     for name in (*_SINKS, "adam_sinks", "orthoadam_sinks"))),
-        cured_outliers("OrthoAdam with learned sinks has no outliers.", "orthoadam_sinks", "adam"),
-        cured_outliers("Muon with learned sinks, OrthoAdam on the embeddings, has none.", "muon_orthoadam_sinks",
-                       "adam"),
-        *(halved(f"The sink: with {name} learned sinks take half of the dominance away, or more.", f"{name}_sinks",
-                 name) for name in _SINKS[1:]),
-        *(no_perplexity_lost(f"Learned sinks cost {name} no perplexity.", f"{name}_sinks", name)
+              c.all_of((_rounded_perplexity("muon_sinks") < _rounded_perplexity(name))
+                       | (_rounded_perplexity("muon_orthoadam_sinks") < _rounded_perplexity(name))
+                       for name in (*_SINKS, "adam_sinks", "orthoadam_sinks"))),
+        c.cured_outliers("OrthoAdam with learned sinks has no outliers.", "orthoadam_sinks", "adam"),
+        c.cured_outliers("Muon with learned sinks, OrthoAdam on the embeddings, has none.", "muon_orthoadam_sinks",
+                         "adam"),
+        *(c.halved(f"The sink: with {name} learned sinks take half of the dominance away, or more.", f"{name}_sinks",
+                   name) for name in _SINKS[1:]),
+        *(c.no_perplexity_lost(f"Learned sinks cost {name} no perplexity.", f"{name}_sinks", name)
           for name in _SINKS[1:]),
     ],
 )  # fmt: skip
@@ -313,7 +294,7 @@ _SINK_RATES = {"adam": (1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2, 2.4e-2
 
 def _best_is_inside(name: str) -> Claim:
     slowest, *inner, fastest = (Metric("perplexity")[f"{name}_sinks_{rate:g}"] for rate in _SINK_RATES[name])
-    holds = (smallest(*inner) < slowest) & (smallest(*inner) < fastest)
+    holds = (c.smallest(*inner) < slowest) & (c.smallest(*inner) < fastest)
     return Claim(f"The best rate of {name} with learned sinks is inside of its grid.", holds)
 
 
@@ -331,7 +312,7 @@ RATES = Study(
     note="All 4,000 steps; rate times weight decay is the same everywhere. The lowest mean perplexity in float over "
     "the four seeds chooses an optimizer's rate; the grid grows if that is an edge. Criteria were committed before any "
     "run.",
-    columns=["perplexity", Metric("perplexity_w4a4"), Metric("perplexity_nvfp4"), lost(COARSE), WORST],
+    columns=["perplexity", Metric("perplexity_w4a4"), Metric("perplexity_nvfp4"), c.lost(c.COARSE), c.WORST],
     claims=[_best_is_inside(name) for name in _SINK_RATES],
 )  # fmt: skip
 
@@ -345,7 +326,7 @@ def _cached(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
 def _gained(variant: str, bits: int) -> Any:
     """Returns how much of the loss to a cache of `bits` bits is saved by keeping the first token in float."""
-    return lost(f"kv{bits}")[variant] - lost(f"kv{bits}_float_first")[variant]
+    return c.lost(f"kv{bits}")[variant] - c.lost(f"kv{bits}_float_first")[variant]
 
 
 KV_CACHE = Study(
@@ -358,18 +339,18 @@ KV_CACHE = Study(
     note="The models of `preventions`. Keys and values are rounded, with a smallest value and a scale for each token "
     "and head, all else is float; `float_first` keeps those of the first token. Criteria were committed before any "
     "measurement.",
-    columns=["perplexity", *(lost(name) for name in _CACHES)],
+    columns=["perplexity", *(c.lost(name) for name in _CACHES)],
     claims=[
-        Claim("A cache of 8 bits costs nothing.", all_of(lost("kv8")[name] < 0.002 for name in ("adam", "cured"))),
+        Claim("A cache of 8 bits costs nothing.", c.all_of(c.lost("kv8")[name] < 0.002 for name in ("adam", "cured"))),
         Claim("Adam needs the first token: in float it saves a fifth of the loss at 4 bits.",
-              _gained("adam", 4) >= 0.2 * lost("kv4")["adam"], lost("kv4")["adam"] >= 0.005),
+              _gained("adam", 4) >= 0.2 * c.lost("kv4")["adam"], c.lost("kv4")["adam"] >= 0.005),
         Claim("The cured model does not: it saves less than a tenth.",
-              _gained("cured", 4) < 0.1 * lost("kv4")["cured"], lost("kv4")["cured"] >= 0.005),
-        Claim("At 4 bits the cured model loses less than Adam.", lost("kv4")["cured"] < lost("kv4")["adam"]),
-        Claim("So does the gate.", lost("kv4")["adam_gate"] < lost("kv4")["adam"]),
+              _gained("cured", 4) < 0.1 * c.lost("kv4")["cured"], c.lost("kv4")["cured"] >= 0.005),
+        Claim("At 4 bits the cured model loses less than Adam.", c.lost("kv4")["cured"] < c.lost("kv4")["adam"]),
+        Claim("So does the gate.", c.lost("kv4")["adam_gate"] < c.lost("kv4")["adam"]),
     ],
     pictures=[Bars("caches", "Perplexity lost to keys and values of few bits, in percent.",
-                   [lost(name) for name in _CACHES], y_label="%", scale=100)],
+                   [c.lost(name) for name in _CACHES], y_label="%", scale=100)],
 )  # fmt: skip
 
 # 4,000 over the step times, relative to Adam's, of `preventions`' first seed on two cores: 1.56, 1.56, 1.62 and 1.09.
@@ -387,10 +368,10 @@ EQUAL_TIME = Study(
                 (Metric("perplexity")[name] < Metric("perplexity")["adam"]).in_every_seed())
           for name in ("muon", "muon_orthoadam", "osp")),
         *(Claim(f"In Adam's time {name} loses less than Adam at w4a4, in every seed.",
-                (lost("w4a4")[name] < lost("w4a4")["adam"]).in_every_seed())
+                (c.lost("w4a4")[name] < c.lost("w4a4")["adam"]).in_every_seed())
           for name in ("cured", "muon", "muon_orthoadam")),
         Claim("In Adam's time Muon with OrthoAdam on the embeddings has the lowest perplexity at w4a4.",
-              all_of(Metric("perplexity_w4a4")["muon_orthoadam"] < Metric("perplexity_w4a4")[name]
-                     for name in ("adam", "cured", "muon", "adam_gate", "osp"))),
+              c.all_of(Metric("perplexity_w4a4")["muon_orthoadam"] < Metric("perplexity_w4a4")[name]
+                       for name in ("adam", "cured", "muon", "adam_gate", "osp"))),
     ],
 )  # fmt: skip

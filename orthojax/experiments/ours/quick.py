@@ -1,19 +1,8 @@
 """The main job: vanilla against cured on real text, and the sink of Bigram-Backcopy under three normalizers."""
 
+from orthojax.experiments import claims as c
 from orthojax.experiments.base import BACKCOPY_MODEL, MAIN_MODEL, cured
-from orthojax.experiments.claims import (
-    CHANCE,
-    DRAIN,
-    MASS,
-    MAX_FIRST,
-    MAX_REST,
-    PPL,
-    Claim,
-    Metric,
-    cured_outliers,
-    dominated,
-    excess_left,
-)
+from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.study import Study, grid
 from orthojax.report.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
 from orthojax.report.tables import Columns
@@ -32,6 +21,7 @@ QUICK = Study(
             {name: {"model.normalizer": name} for name in ("softmax", "softmax1", "relu")},
         ),
     },
+    seeds=(20,),  # the first of the five that are published
     note="vanilla and cured have the same initial parameters and batches, RMSNorm with one scale and no biases; they "
     "differ in the attention normalizer and the optimizer only. Setting and criteria were chosen on vanilla models of "
     "other seeds. Kurtosis is 3 for Gaussian channels and grows as a few of them exceed the others. In Bigram-Backcopy "
@@ -54,16 +44,17 @@ QUICK = Study(
         ),
     ),
     claims=[
-        cured_outliers("The cure leaves no outliers.", "cured", "vanilla"),
+        c.cured_outliers("The cure leaves no outliers.", "cured", "vanilla"),
         Claim("It shrinks the largest activations.",
-              (MAX_FIRST["cured"] < 0.67 * MAX_FIRST["vanilla"]) & (MAX_REST["cured"] < 0.67 * MAX_REST["vanilla"])),
+              (c.MAX_FIRST["cured"] < 0.67 * c.MAX_FIRST["vanilla"])
+              & (c.MAX_REST["cured"] < 0.67 * c.MAX_REST["vanilla"])),
         Claim("It takes weight off the first token.",
-              MASS["cured"] < 0.5 * MASS["vanilla"], MASS["vanilla"] > 1.25 * CHANCE["vanilla"]),
+              c.MASS["cured"] < 0.5 * c.MASS["vanilla"], c.MASS["vanilla"] > 1.25 * c.CHANCE["vanilla"]),
         Claim("Fewer queries attend most to it.",
-              excess_left("cured", "vanilla") <= 0.5, dominated("vanilla")),
-        Claim("It costs no performance.", PPL["cured"] / PPL["vanilla"] - 1 < 0.03),
+              c.excess_left("cured", "vanilla") <= 0.5, c.dominated("vanilla")),
+        Claim("It costs no performance.", c.PPL["cured"] / c.PPL["vanilla"] - 1 < 0.03),
         Claim("Backcopy: softmax has a sink, a drain.",
-              (SINK["backcopy_softmax"] > 0.5) & (DRAIN["backcopy_softmax"] < 0.5)),
+              (SINK["backcopy_softmax"] > 0.5) & (c.DRAIN["backcopy_softmax"] < 0.5)),
         Claim("Backcopy: softmax-1 removes the sink.",
               SINK["backcopy_softmax1"] < 0.5 * SINK["backcopy_softmax"], SINK["backcopy_softmax"] > 0.5),
         Claim("Backcopy: ReLU attention has no sink.", SINK["backcopy_relu"] < 0.05),
@@ -71,7 +62,7 @@ QUICK = Study(
     headlines=[(metric, "vanilla", "cured") for metric in ("kurtosis_first", "first_attention_fraction", "perplexity")],
     pictures=[
         KURTOSIS, MAX_ABS, LOSS, ByLayer("first_attention_mass", rows="vanilla cured"),
-        Bars("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", [SINK, DRAIN], rows="backcopy_*"),
+        Bars("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", [SINK, c.DRAIN], rows="backcopy_*"),
         Maps("vanilla cured"),
     ],
 )  # fmt: skip

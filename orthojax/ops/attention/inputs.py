@@ -59,6 +59,8 @@ def prepare_inputs(
         raise ValueError(f"bias must be of a floating or integer dtype, got {bias.dtype}; what hides keys is a mask")
     if bias is not None and jnp.isdtype(bias.dtype, "integral"):
         bias = bias.astype(wide_dtype(query))
+    if not isinstance(options.get("is_causal", False), bool | np.bool_):
+        raise ValueError(f"is_causal must be True or False, got {options['is_causal']!r}")
     scale, window, cap = (options.get(name) for name in ("scale", "local_window_size", "logits_soft_cap"))
     scale = _checked_scale(max(query.shape[-1], 1) ** -0.5 if scale is None else scale)
     if cap is not None and not (isinstance(cap, int | float | np.number) and 0.0 < cap < math.inf):

@@ -137,7 +137,9 @@ def _on_shards(kernel, query, key, value, segments, sinks) -> jax.Array:
     """Runs the kernel [B, N, T, H] on each device's part of batch and heads: XLA cannot partition it by itself."""
 
     def run(kernel, *arrays):
-        return jax.vmap(kernel)(*arrays)
+        # By name: an argument that another jax has before the sinks must not take them.
+        named = lambda q, k, v, segments, sinks: kernel(q, k, v, segment_ids=segments, sinks=sinks)  # noqa: E731
+        return jax.vmap(named)(*arrays)
 
     mesh = jax.sharding.get_abstract_mesh()
     free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
