@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -88,14 +88,14 @@ def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     return Measured({}, {"attention": attention, "hidden": hidden, "tokens": tokens[0]})
 
 
-def _rounding(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    settings = quant.SETTINGS if inputs.task is None else {}
-    return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
+def rounded(name: str, formats: Collection[str]) -> Measure:
+    """Returns the measure of the perplexities of a language model at some formats."""
 
+    def measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+        settings = {of: quant.setting_named(of) for of in formats if inputs.task is None}
+        return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
 
-def _four_bits(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    settings = {name: quant.setting_named(name) for name in FOUR_BIT}
-    return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
+    return Measure(name, measure)
 
 
 # For every run. If a metric is added to `evaluate`, the name here must change, since stored files lack the metric.
@@ -104,9 +104,9 @@ ALWAYS = (
     Measure("maps", _maps),
 )
 # For every run unless `Study.rounding` is off: each setting compiles a program of its own.
-ROUNDING = Measure("rounding", _rounding)
+ROUNDING = rounded("rounding", quant.SETTINGS)
 FOUR_BIT = ("w4a8", "w4a4")  # kernels of 4 bits, with inputs of 8 and 4
-FOUR_BITS = Measure("four_bits", _four_bits)
+FOUR_BITS = rounded("four_bits", FOUR_BIT)
 
 
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:

@@ -16,7 +16,7 @@ from orthojax.experiments.measures import Measure, Measured, Say, by_layer
 from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.report.results import Numbers
-from orthojax.train import Inputs, read_metrics
+from orthojax.train import Inputs, read_metrics, rounded_perplexities
 from orthojax.train.evaluation import observing, validation_loss_nats
 from orthojax.train.step import split_tokens
 
@@ -257,11 +257,8 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))
     for key in ("sequences", *(key for key in found if key.startswith(("value_norm", "residual_norm")))):
         del found[key]  # already in the evaluation
-    models = {"perplexity": loaded.model}
-    for name, setting in quant.SETTINGS.items():
-        models[f"perplexity_{name}"] = quant.rounded_model(loaded.config.model, setting)
-    for name, model in models.items():
-        found[name] = perplexity(validation_loss_nats(loaded.config, loaded.params, inputs, model=model))
+    found["perplexity"] = perplexity(validation_loss_nats(loaded.config, loaded.params, inputs, model=loaded.model))
+    found |= rounded_perplexities(loaded, inputs, quant.SETTINGS)
     say("outliers")
     return Measured(found)
 
