@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orthojax import analysis as analysis
     from orthojax import optim as optim
     from orthojax import quant as quant
+    from orthojax.cards import card as card
     from orthojax.config import ModelConfig as ModelConfig
     from orthojax.model import Interventions as Interventions
     from orthojax.model import LoadedModel as LoadedModel
@@ -42,12 +43,13 @@ _HOME = {
         "config": ("ModelConfig",),
         "model": ("Interventions", "LoadedModel", "Transformer", "gpt2", "llama2"),
         "train": ("load",),
+        "cards": ("card",),
     }.items()
     for name in names
 }
-_PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "pretrained", "train", "experiments")
+_PACKAGES = ("ops", "optim", "model", "data", "analysis", "quant", "pretrained", "train", "cards", "experiments")
 # Without flax, which the extra `train` installs, help() and `import *` skip these; using one says what it needs.
-_NEED_FLAX = frozenset({"Transformer", "load", "pretrained", "train"})
+_NEED_FLAX = frozenset({"Transformer", "card", "cards", "load", "pretrained", "train"})
 _ABSENT = frozenset() if importlib.util.find_spec("flax") else _NEED_FLAX
 
 __all__ = sorted({*_HOME, "analysis", "optim", "quant"} - _ABSENT)  # pyright: ignore[reportUnsupportedDunderAll]

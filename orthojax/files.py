@@ -159,6 +159,17 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return values
 
 
+def kept(path: Path, what: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON object that an earlier call kept in a file, or makes it and keeps it there.
+
+    Raises:
+      UserError: If the file or the arrays beside it were changed; `what` names it.
+    """
+    if not path.exists():
+        write_with_digest(path, make())
+    return read_with_digest(path, what)
+
+
 def write_with_digest(path: Path, values: Mapping[str, Any]) -> None:
     """Writes values as JSON with the sha256 of the values and of the .npz file of the same name, if there is one."""
     write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1) + "\n")
@@ -180,6 +191,20 @@ def _digest(path: Path, values: Mapping[str, Any]) -> str:
     arrays = path.with_suffix(".npz")
     content = json.dumps(values).encode() + (arrays.read_bytes() if arrays.exists() else b"")
     return hashlib.sha256(content).hexdigest()
+
+
+def read_json_lines(path: Path, what: str) -> list[dict[str, Any]]:
+    """Reads the JSON objects of a file with one in each line, but those that a kill or a bad disk corrupted.
+
+    Raises:
+      UserError: If there is no such file; `what` names it.
+    """
+    require_file(path, what)
+    values = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(UserError):
+            values.append(parse_json(line, "line"))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def try_lock(file: IO) -> bool | None:

@@ -14,9 +14,8 @@ from typing import Any
 
 from orthojax.experiments.catalog import ALL
 from orthojax.experiments.claims import judge
-from orthojax.experiments.report import Report, escape_markdown, markdown, svg
-from orthojax.experiments.results import Results
-from orthojax.experiments.study import Study, make_report, read_results
+from orthojax.experiments.study import Study, StudyResults, make_report, read_results
+from orthojax.report.page import Report, escape_markdown, markdown, svg
 
 RESULTS = Path(__file__).parent
 PUBLISHED = RESULTS.parent / "orthojax/experiments/published.json"  # beside the code, for a wheel has no results
@@ -30,7 +29,7 @@ def folder(study: Study, scale: str) -> Path:
 
 
 @functools.cache
-def committed() -> list[tuple[Study, str, Results]]:
+def committed() -> list[tuple[Study, str, StudyResults]]:
     """Returns every study and scale with committed results; without own numbers they are of Table 2's runs."""
     found = []
     for study in ALL:
@@ -53,7 +52,7 @@ def verdicts() -> dict[str, dict[str, str]]:
     return found
 
 
-def with_committed_pictures(results: Results) -> Report:
+def with_committed_pictures(results: StudyResults) -> Report:
     """Returns the report with the pictures whose files are committed."""
     made = make_report(results)
     figures = folder(results.study, results.scale) / "figures"

@@ -12,15 +12,9 @@ from test_commands import run
 from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 from tiny_run import loaded as tiny_loaded
 
+from orthojax.cards import measure_model, read_rows, read_token_ids
+from orthojax.cards.page import attention_picture
 from orthojax.commands.analyze import checkpoint_series
-from orthojax.commands.any_model import (
-    attention_picture,
-    knock_out,
-    measure_model,
-    read_rows,
-    read_token_ids,
-    sliding_loss_nats,
-)
 from orthojax.commands.cli import named_paths
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer
@@ -28,6 +22,7 @@ from orthojax.errors import UserError
 from orthojax.model import Interventions, parameter_shapes
 from orthojax.pretrained import write_folder
 from orthojax.train import Checkpoints, evaluate, evaluate_by_head, load, open_inputs
+from orthojax.train.evaluation import knock_out, sliding_loss_nats
 
 T = 8
 CONFIG = replace(TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "model.d_model": 32})
@@ -115,7 +110,7 @@ def test_metrics_are_those_of_evaluate(models):
 
 def test_interventions_change_what_is_evaluated(models):
     loaded, tokens = opened(models, "planted")
-    metrics, _ = evaluate_by_head(loaded, tokens, interventions=Interventions(attention_scale=np.zeros(1)), settings={})
+    metrics, *_ = evaluate_by_head(loaded, tokens, interventions=Interventions(attention_scale=np.zeros(1)))
     assert metrics["residual_norm_rest"] == pytest.approx(math.sqrt(2))
 
 

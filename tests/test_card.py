@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_analyze import LARGE, T, models, opened  # noqa: F401
 
-from orthojax import analysis, quant
-from orthojax.commands import card
+import orthojax
+from orthojax import analysis, cards, quant, train
+from orthojax.cards.page import comparison, report
+from orthojax.commands import analyze, evaluate
 from orthojax.errors import UserError
-from orthojax.train import evaluate
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "docs/card.schema.json").read_text())
@@ -88,15 +90,15 @@ def test_stages_are_computed_once(tmp_path):
         return {"a": 1.5}
 
     for of, option, count in (("x", 1, 1), ("x", 1, 1), ("y", 1, 2), ("y", 2, 3)):  # of another thing, again
-        assert card.Stages(tmp_path, of, said.append)("part", compute, option) == {"a": 1.5}
+        assert cards.Stages(tmp_path, of, said.append)("part", compute, option) == {"a": 1.5}
         assert len(calls) == count
     (tmp_path / "part.json").write_text("{")  # damaged
-    assert card.Stages(tmp_path, "y")("part", compute, 2) == {"a": 1.5}
+    assert cards.Stages(tmp_path, "y")("part", compute, 2) == {"a": 1.5}
 
     def refuse():
         raise UserError("norm='layernorm'", allowed="another")
 
-    assert card.Stages(tmp_path, "x", said.append)("refused", refuse) == {"left_out": "norm='layernorm'"}
+    assert cards.Stages(tmp_path, "x", said.append)("refused", refuse) == {"left_out": "norm='layernorm'"}
     assert said == [*4 * ["part"], "refused"]
     assert not (tmp_path / "refused.json").exists()
 
@@ -104,8 +106,9 @@ def test_stages_are_computed_once(tmp_path):
 def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path):  # noqa: F811
     loaded, tokens = opened(models, "planted")
     settings = {name: quant.setting_named(name) for name in ("int8_coarse", "w4a4")}
-    measured, sections = card.measure(loaded, tokens, settings, card.Stages(tmp_path, "x"))
-    made = card.make_card("planted", "here", measured, sections, {"date": "2026-01-01", "text": tokens.provenance})
+    plan = cards.plan(loaded, tokens, settings)
+    measured = cards.measure(loaded, settings, plan, cards.Stages(tmp_path, "x"))
+    made = cards.make_card("planted", "here", measured, {"date": "2026-01-01", "text": tokens.provenance})
     check(json.loads(json.dumps(made)), SCHEMA)
     first = made["largest_activations"][0]
     assert (first["value"], first["channel"], first["position"], first["rows"]) == (40.0, LARGE, 0, 8)
@@ -114,47 +117,94 @@ def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path): 
     assert metrics["gu_sink_rate"]["value"] == 1.0  # H_8 / 8 is 0.34
     assert metrics["kurtosis_first"]["source"].startswith("From Attention to Activation")
     assert [of["format"] for of in made["rounding"]] == list(settings)
-    of, expected = made["rounding"][0], evaluate(loaded, tokens, settings={"int8_coarse": quant.INT8_COARSE})
+    of, expected = made["rounding"][0], train.evaluate(loaded, tokens, settings={"int8_coarse": quant.INT8_COARSE})
     assert of["perplexity"] == pytest.approx(expected["perplexity_int8_coarse"], rel=1e-5)
     assert of["lost"] == pytest.approx(of["perplexity"] / measured.metrics["perplexity"] - 1)
     assert of["lost_rotated"] == pytest.approx(of["perplexity_rotated"] / measured.metrics["perplexity"] - 1)
     assert "too short" in made["streaming"]["left_out"]
-    tables, pictures = card.tables_and_pictures("planted", sections)
-    assert "at each format" in tables[0].caption
-    assert [picture.name for picture in pictures] == ["planted_sqnr"]
-    again, _ = card.measure(loaded, tokens, settings, card.Stages(tmp_path, "x"))  # from the stages
+    page = report({"planted": measured}, ["ids"], [])
+    assert "at each format" in page.tables[1].caption
+    assert {"planted_sqnr", "planted_heads"} <= {picture.name for picture in page.pictures}
+    again = cards.measure(loaded, settings, plan, cards.Stages(tmp_path, "x"))  # from the stages
     assert again.metrics == measured.metrics
 
 
+def test_python_returns_the_card_that_the_command_writes(models, tmp_path, monkeypatch):  # noqa: F811
+    ids = models / "run.npy"
+    given = {
+        "model": [f"tiny={models / 'run'}"],
+        "token_ids": str(ids),
+        "length": T,
+        "quick": True,
+        "batch": 8,
+        "text": [],
+    }
+    others = {"checkpoints": False, "stride": 0, "rows": 0, "knock_out": 0, "settings": [], "quantize_head": False}
+    written = {"workdir": str(tmp_path), "card": [], "heads": ["0.0"], "attention_of": "", "compile_cache": ""}
+    for command in (analyze, evaluate):
+        monkeypatch.setattr(command, "FLAGS", SimpleNamespace(**given, **others, **written))
+    analyze.main([])
+    by_command = json.loads((tmp_path / "card.json").read_text())
+    rows = np.load(ids)
+    made = orthojax.card(orthojax.load(models / "run"), rows, name="tiny", source=str(models / "run"), quick=True)
+    check(made, SCHEMA)
+    assert [of["format"] for of in made["rounding"]] == ["int8_coarse", "w4a4"]
+    about, command = made.pop("measured"), by_command.pop("measured")
+    assert made == by_command
+    assert about["text"] | {"source": "run.npy (token ids)"} == command["text"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (np.zeros((2, 9)), "float64"),
+        (np.zeros(9, int), r"\(9,\)"),
+        (np.zeros((2, 1), int), "two tokens"),
+        (np.full((2, 9), 32), "token id 32"),
+        (np.full((2, 9), 2**32), "token id 4294967296"),
+    ],
+)
+def test_rows_that_a_card_cannot_read_are_refused(models, rows, says):  # noqa: F811
+    with pytest.raises(UserError, match=says):
+        orthojax.card(orthojax.load(models / "run"), rows)
+
+
+def test_a_loss_that_is_not_finite_has_no_card(models):  # noqa: F811
+    loaded, tokens = opened(models, "planted")
+    params = loaded.params | {"token_embedding": {"embedding": loaded.params["token_embedding"]["embedding"] * np.nan}}
+    with pytest.raises(UserError, match="not finite"):
+        orthojax.card(loaded._replace(params=params), tokens, settings={}, quick=True)
+
+
 def test_cards_are_compared_and_others_are_refused(tmp_path):
-    cards = []
+    both = []
     for name, value in (("a", 0.25), ("b", 0.5)):
         metrics = [{"name": "gu_sink_rate", "value": value, "measured_as": "as there"}]
-        cards.append({"schema": card.SCHEMA, "model": {"name": name, "source": "a paper"}, "measured": {},
-                      "metrics": metrics})  # fmt: skip
-        check(cards[-1], SCHEMA)
-    cards[1]["rounding"] = [{"format": "w4a4", "lost": 0.125}]
-    (tmp_path / "b.json").write_text(json.dumps(cards[1]))
-    (tmp_path / "both.json").write_text(json.dumps(cards))
-    assert card.read_cards(tmp_path / "both.json") == [cards[0], *card.read_cards(tmp_path / "b.json")]
-    table = card.comparison(cards)
+        both.append({"schema": cards.SCHEMA, "model": {"name": name, "source": "a paper"}, "measured": {},
+                     "metrics": metrics})  # fmt: skip
+        check(both[-1], SCHEMA)
+    both[1]["rounding"] = [{"format": "w4a4", "lost": 0.125}]
+    (tmp_path / "b.json").write_text(json.dumps(both[1]))
+    (tmp_path / "both.json").write_text(json.dumps(both))
+    assert cards.read_cards(tmp_path / "both.json") == [both[0], *cards.read_cards(tmp_path / "b.json")]
+    table = comparison(both)
     assert table.columns == ["", "a", "b"]
     assert table.rows == [["sinks at the first token", "25%", "50%"], ["lost at w4a4", "-", "+12.5%"]]
     for wrong in (
         {"schema": "another"},
         [5],
-        cards[0] | {"metrics": [{"name": "x"}]},
-        cards[0] | {"rounding": [{}]},
-        cards[0] | {"rounding": None},
-        cards[0] | {"kv_cache": [{"format": "kv4", "lost": "x"}]},
+        both[0] | {"metrics": [{"name": "x"}]},
+        both[0] | {"rounding": [{}]},
+        both[0] | {"rounding": None},
+        both[0] | {"kv_cache": [{"format": "kv4", "lost": "x"}]},
     ):
         (tmp_path / "c.json").write_text(json.dumps(wrong))
         with pytest.raises(UserError, match=r"c\.json is not a card"):
-            card.read_cards(tmp_path / "c.json")
+            cards.read_cards(tmp_path / "c.json")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results/atlas").glob("*.json")), ids=lambda path: path.stem)
 def test_the_atlas_has_the_schema(path):
-    for of in card.read_cards(path):
+    for of in cards.read_cards(path):
         check(of, SCHEMA)
         assert {entry["name"] for entry in of["metrics"]} <= analysis.CATALOGUE.keys()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from orthojax.config import Config
 from orthojax.experiments import claims as c
 from orthojax.experiments.claims import ByLayer, Claim, Metric, Scope
-from orthojax.experiments.report import Cell
-from orthojax.experiments.results import pairs
 from orthojax.experiments.study import Study, make_report, results_of
-from orthojax.experiments.tables import Paired
+from orthojax.report.page import Cell
+from orthojax.report.results import pairs
+from orthojax.report.tables import Paired
 
 X, Y = Metric("x"), Metric("y")
 

@@ -14,7 +14,7 @@ from tiny_run import TINY
 
 from orthojax.analysis import chance_of_first
 from orthojax.analysis.catalogue import conditions, define
-from orthojax.commands.any_model import measure_model
+from orthojax.cards import measure_model
 from orthojax.config import ModelConfig, replace
 from orthojax.data.objectives import Corruption, cut_spans, mask_tokens, span_sizes
 from orthojax.errors import UserError

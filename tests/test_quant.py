@@ -520,26 +520,28 @@ def test_errors_of_layers_are_those_of_float64(scan):
             w = of[f"layers_{layer}"]["mlp"][name]["kernel"]
             y, without, with_rounding = hidden @ w, other @ w, on_grid(other, -1) @ on_grid(w, 0)
             path = f"layers_{layer}/mlp/{name}"
-            assert found[f"sqnr_db/{path}"] == pytest.approx(in_db(y, with_rounding - y), abs=0.02)
-            assert found[f"added_sqnr_db/{path}"] == pytest.approx(in_db(y, with_rounding - without), abs=0.02)
+            assert found.linear[path].whole == pytest.approx(in_db(y, with_rounding - y), abs=0.02)
+            assert found.linear[path].added == pytest.approx(in_db(y, with_rounding - without), abs=0.02)
             if path == "layers_0/mlp/input":
-                assert found[f"inherited_sqnr_db/{path}"] == np.inf
+                assert found.linear[path].inherited == np.inf
             else:
-                assert found[f"inherited_sqnr_db/{path}"] == pytest.approx(in_db(y, without - y), abs=0.02)
+                assert found.linear[path].inherited == pytest.approx(in_db(y, without - y), abs=0.02)
             hidden, other = np.maximum(y, 0), np.maximum(with_rounding, 0)
         h, g = h + y, g + with_rounding
     w = of["head"]["kernel"]
     assert (
-        found["sqnr_db/head"] == found["inherited_sqnr_db/head"] == pytest.approx(in_db(h @ w, (g - h) @ w), abs=0.02)
+        found.linear["head"].whole
+        == found.linear["head"].inherited
+        == pytest.approx(in_db(h @ w, (g - h) @ w), abs=0.02)
     )
-    assert found["added_sqnr_db/head"] == np.inf
+    assert found.linear["head"].added == np.inf
     error = np.linalg.norm(g - h, axis=-1) / np.linalg.norm(h, axis=-1)
-    assert found["last_state_error"] == pytest.approx(error.mean(), rel=1e-3)
-    assert len(found) == 3 * 5 + 1
+    assert found.last_state == pytest.approx(error.mean(), rel=1e-3)
+    assert [of.layer for of in found.linear.values()] == [None, 0, 0, 1, 1]
 
 
 def test_rounded_keys_and_values_are_inherited_by_the_output_of_attention(params):
     setting = QuantizationSetting(16, "absmax", "output_channel", "token", keys_and_values=2)
     found = quant.rounding_error(Transformer(LLAMA), params, setting, IDS)
-    assert found["sqnr_db/layers_0/attention/value"] > 60
-    assert found["inherited_sqnr_db/layers_0/attention/output"] < 20 < found["added_sqnr_db/layers_0/attention/output"]
+    assert found.linear["layers_0/attention/value"].whole > 60
+    assert found.linear["layers_0/attention/output"].inherited < 20 < found.linear["layers_0/attention/output"].added

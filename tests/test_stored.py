@@ -14,11 +14,11 @@ from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.experiments.claims import DRAIN, FRACTION, PPL, Claim
 from orthojax.experiments.measures import Measure
-from orthojax.experiments.pictures import KURTOSIS, ByStep
-from orthojax.experiments.report import print_report, write_report
 from orthojax.experiments.stored import read_results_file
 from orthojax.experiments.study import Study, make_report, read_results
-from orthojax.experiments.tables import Paired
+from orthojax.report.page import print_report, write_report
+from orthojax.report.pictures import KURTOSIS, ByStep
+from orthojax.report.tables import Paired
 
 STUDY = Study(
     name="made",
@@ -102,7 +102,7 @@ def outcome(tmp_path):
         return said
 
     with pytest.MonkeyPatch.context() as patch:  # figures are drawn and not rendered, which takes ten times as long
-        patch.setattr("orthojax.experiments.report.svg", lambda figure: b"")
+        patch.setattr("orthojax.report.page.svg", lambda figure: b"")
         yield of
 
 

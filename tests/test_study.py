@@ -33,14 +33,14 @@ from orthojax.experiments import catalog
 from orthojax.experiments.active_dormant.measures import RISKS
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
-from orthojax.experiments.figures import lines
 from orthojax.experiments.measures import Measure, Measured
-from orthojax.experiments.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
-from orthojax.experiments.report import escape_markdown, print_report, write_report
-from orthojax.experiments.results import Missing
 from orthojax.experiments.running import run_name, run_study
 from orthojax.experiments.study import Given, Row, Study, from_lists, make_report, read_results, results_of
-from orthojax.experiments.tables import Paired
+from orthojax.report.figures import lines
+from orthojax.report.page import escape_markdown, print_report, write_report
+from orthojax.report.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
+from orthojax.report.results import Missing
+from orthojax.report.tables import Paired
 from orthojax.train import find_checkpoint, load
 
 PROSE = "The quick brown fox jumps over the lazy dog, and nobody in particular is very much surprised by that. "

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from orthojax.experiments.report import markdown
 from orthojax.experiments.study import command
+from orthojax.report.page import markdown
 
 ROOT = Path(__file__).parents[1]
 NOT_JUDGED = {"analyze", "damage", "remaining_outliers"}  # no study: a command, and two whose numbers others still read

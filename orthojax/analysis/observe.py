@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -285,12 +285,13 @@ def measure(
     interventions: Interventions | Callable[..., Interventions] | None = None,
     *,
     output: Callable[..., Any] | None = None,
+    apply: Callable[..., tuple[Any, Any]] | None = None,
     join: Callable[[Any, Any], Any] = combine,
 ) -> Any:
     """Applies a model to batches, observes its layers and joins the observations.
 
-    There is one compiled program for each (model, observe, output), batch shape and set of interventions, whatever
-    their values: pass functions of a module, or keep those that you make, so that a later call finds the program. Taps
+    There is one compiled program for each model, set of functions, batch shape and set of interventions, whatever their
+    values: pass functions of a module, or keep those that you make, so that a later call finds the program. Taps
     that they do not read are not computed. On a mesh, results are replicated.
 
     Args:
@@ -301,11 +302,13 @@ def measure(
       interventions: Changes to the forward pass, or `(tokens, *extra)` -> changes, called for each batch outside the
         compiled program.
       output: `(logits, *extra)` -> pytree, with logits float32 [B, T, V]. Without it the head is left out.
+      apply: `(model, params, tokens, observe=..., interventions=...)` -> (output, observed), in place of the model's
+        logits and of `output`: such as a loss, with the targets in `tokens`.
       join: Two batches' results -> one; applied to the observations and to the output separately. `combine` adds
         `Statistics`, `concatenate` keeps every sequence.
 
     Returns:
-      What was observed; with `output` the pair (observed, output).
+      What was observed; with `output` or `apply` the pair (observed, output).
 
     Raises:
       ValueError: Without batches; for interventions whose shapes do not fit.
@@ -315,29 +318,32 @@ def measure(
         for batch in batches:
             tokens, *extra = batch if isinstance(batch, tuple) else (batch,)
             given = interventions(tokens, *extra) if callable(interventions) else interventions
-            new = _apply(loaded.model, observe, output, loaded.params, given, tokens, *extra)
+            new = _apply(loaded.model, observe, output, apply, loaded.params, given, tokens, *extra)
             total = new if total is None else tuple(join(a, b) for a, b in zip(total, new, strict=True))
     if total is None:
         raise ValueError("no batches to measure")
-    return total if output is not None else total[0]
+    return total[0] if output is apply is None else total
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _apply(
     model: "Transformer",
     observe: Callable[..., Any],
     output: Callable[..., Any] | None,
+    apply: Callable[..., tuple[Any, Any]] | None,
     params: Any,
     interventions: Interventions | None,
     tokens: Any,
     *extra,
 ) -> tuple[Any, ...]:
     options: Any = {} if interventions is None else {"interventions": interventions}  # other models need not have them
-    result: Any = model.apply(
-        {"params": params}, tokens, observe=lambda taps: observe(taps, *extra), head=output is not None, **options
-    )
-    logits, observed = result
-    both = (observed,) if output is None else (observed, output(logits, *extra))
+    options["observe"] = lambda taps: observe(taps, *extra)
+    if apply is not None:
+        made, observed = apply(model, params, tokens, **options)
+    else:
+        made, observed = cast(Any, model.apply({"params": params}, tokens, head=output is not None, **options))
+        made = made if output is None else output(made, *extra)
+    both = (observed,) if output is apply is None else (observed, made)
     if jax.sharding.get_abstract_mesh().empty:
         return both
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), both)

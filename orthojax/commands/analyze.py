@@ -14,8 +14,6 @@ NAME.card.json, which --card=FILE,FILE shows beside another model, and the array
 finished part is kept under stages/: after an interruption the same command resumes.
 """
 
-import dataclasses
-import hashlib
 import json
 import re
 import shlex
@@ -89,39 +87,24 @@ def _require_length(path: str) -> Path:
     return place
 
 
-def _rows() -> int:
-    return (4 if FLAGS.quick else 16) if FLAGS.rows is None else FLAGS.rows
-
-
 def _open(loaded: Any) -> tuple[Any, Any]:
     """Returns the model with the batch and length of this evaluation, and the rows that it reads."""
-    from orthojax.commands.any_model import read_rows, read_token_ids
+    from orthojax.cards.measures import prepared
+    from orthojax.cards.text import read_rows, read_token_ids
     from orthojax.train import open_inputs
 
-    config = loaded.config
-    evaluation = dataclasses.replace(config.eval, batch_size=FLAGS.batch)
-    if config.data.kind == "bigram_backcopy" or FLAGS.text == ["held_out"]:
-        loaded = loaded._replace(config=dataclasses.replace(config, eval=evaluation))
+    data = loaded.config.data
+    if data.kind == "bigram_backcopy" or FLAGS.text == ["held_out"]:
+        loaded = prepared(loaded, data.sequence_length, FLAGS.batch)
         return loaded, open_inputs(loaded.config, Path(FLAGS.cache_dir))
-    length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
+    length = FLAGS.length or min(_LENGTH, data.sequence_length)
+    rows = (4 if FLAGS.quick else 16) if FLAGS.rows is None else FLAGS.rows
     if FLAGS.token_ids:
-        inputs = read_token_ids(Path(FLAGS.token_ids), rows=_rows(), length=length)
-        inputs = inputs._replace(special_ids=loaded.tokenizer.special_ids if loaded.tokenizer else ())
+        inputs = read_token_ids(Path(FLAGS.token_ids), loaded.tokenizer, rows=rows, length=length)
     else:
         tokenizer, bos = _tokenizer(loaded)
-        inputs = read_rows(FLAGS.text, tokenizer, rows=_rows(), length=length, bos=bos, packed=FLAGS.packed)
-    data = dataclasses.replace(config.data, sequence_length=length)
-    return loaded._replace(config=dataclasses.replace(config, data=data, eval=evaluation)), inputs
-
-
-def _settings() -> dict[str, Any]:
-    """Returns the settings of `--settings`; by default those of a card, or two of them with `--quick`."""
-    from orthojax import quant
-    from orthojax.commands import card
-
-    if FLAGS.settings:
-        return named_settings()
-    return {name: quant.setting_named(name) for name in (card.QUICK if FLAGS.quick else card.FORMATS)}
+        inputs = read_rows(FLAGS.text, tokenizer, rows=rows, length=length, bos=bos, packed=FLAGS.packed)
+    return prepared(loaded, length, FLAGS.batch), inputs
 
 
 def _heads() -> list[tuple[int, int]]:
@@ -145,61 +128,46 @@ def _attention(name: str, loaded: Any) -> list[Any]:
     """Returns the picture of `--attention_of`, if it is given."""
     import numpy as np
 
-    from orthojax.commands import card
-    from orthojax.commands.any_model import attention_picture
+    from orthojax.cards.measures import token_text
+    from orthojax.cards.page import attention_picture
 
     if not FLAGS.attention_of:
         return []
     tokenizer, bos = _tokenizer(loaded)
     ids = [tokenizer.bos_id] * bos + tokenizer.encode_batch([FLAGS.attention_of])[0].tolist()
-    words = [repr(card.token_text(tokenizer, token))[1:-1] for token in ids]
+    words = [repr(token_text(tokenizer, token))[1:-1] for token in ids]
     return [attention_picture(loaded, name, np.array(ids, np.int32), _heads(), words)]
 
 
-def _measure(
-    name: str, place: Path, workdir: Path, settings: dict[str, Any]
-) -> tuple[Any, dict[str, Any], dict[str, Any], list[Any]]:
-    """Returns the measurements of a model, the sections of its card, the provenance of its text, and pictures."""
+def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Returns what was measured of a model, the provenance of its text, and pictures."""
     from tqdm import tqdm
 
-    from orthojax import __version__
-    from orthojax.commands import card
-    from orthojax.commands.any_model import read_text, sliding_loss_nats
+    from orthojax import __version__, cards
+    from orthojax.cards.measures import identity
+    from orthojax.cards.text import read_text
     from orthojax.files import make_folder
-    from orthojax.ops.cross_entropy import perplexity
     from orthojax.train import load
 
     loaded, inputs = _open(load(place))
     pictures = _attention(name, loaded)  # first, since it may be refused
     settings = {} if inputs.task is not None else fitting(loaded, settings)
-    options = {"quick": FLAGS.quick or inputs.task is not None, "knock_out_rows": FLAGS.knock_out}
+    options: Any = {"quick": FLAGS.quick or inputs.task is not None, "quantize_head": FLAGS.quantize_head}
+    if FLAGS.stride:
+        tokenizer, bos = _tokenizer(loaded)
+        options["sliding"] = read_text(FLAGS.text, tokenizer, bos=bos), FLAGS.stride
+    plan = cards.plan(loaded, inputs, settings, knock_out_rows=FLAGS.knock_out, **options)
     folder = workdir / "stages" / name
     make_folder(folder, "folder of stages")
-    names = [*card.stage_names(list(settings), **options), *(["sliding"] if FLAGS.stride else [])]
-    with tqdm(desc=f"{name}: {names[0]}", total=len(names)) as bar:
+    with tqdm(desc=f"{name}: {next(iter(plan))}", total=len(plan)) as bar:
 
         def done(stage: str) -> None:
-            bar.set_description(f"{name}: {[*names, 'done'][names.index(stage) + 1]}", refresh=False)
+            bar.set_description(f"{name}: {[*plan, 'done'][list(plan).index(stage) + 1]}", refresh=False)
             bar.update()
 
-        of = [__version__, card.identity(place, workdir), inputs.provenance, FLAGS.batch]
-        stages = card.Stages(folder, of, done)
-        measured, sections = card.measure(
-            loaded, inputs, settings, stages, quantize_head=FLAGS.quantize_head, **options
-        )
-        if FLAGS.stride:
-            tokenizer, bos = _tokenizer(loaded)
-            tokens, length = read_text(FLAGS.text, tokenizer, bos=bos), loaded.config.data.sequence_length
-            which = hashlib.sha256(tokens.tobytes()).hexdigest()
-            found = stages(
-                "sliding",
-                lambda: {"perplexity": perplexity(sliding_loss_nats(loaded, tokens, length, FLAGS.stride))},
-                which, length, FLAGS.stride,
-            )  # fmt: skip
-            if "left_out" in found:
-                raise UserError(found["left_out"])
-            measured.metrics["sliding_perplexity"] = found["perplexity"]
-    return measured, sections, inputs.provenance, pictures
+        subject = [__version__, identity(place, workdir), inputs.provenance, FLAGS.batch]
+        measured = cards.measure(loaded, settings, plan, cards.Stages(folder, subject, done))
+    return measured, inputs.provenance, pictures
 
 
 def main(_: list[str]) -> None:
@@ -216,32 +184,29 @@ def main(_: list[str]) -> None:
 
     import numpy as np
 
-    from orthojax.commands import card
-    from orthojax.commands.any_model import report
-    from orthojax.experiments.report import print_report, write_report
+    from orthojax import cards
+    from orthojax.cards.measures import default_settings
+    from orthojax.cards.page import comparison, report
     from orthojax.files import make_folder, write_atomically, write_text
     from orthojax.machine import environment
+    from orthojax.report.page import print_report, write_report
     from orthojax.train import keep_compiled_programs
 
     command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
-    started, settings = time.monotonic(), _settings()
-    others = [of for path in FLAGS.card for of in card.read_cards(Path(path))]
+    started, settings = time.monotonic(), named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
+    others = [of for path in FLAGS.card for of in cards.read_cards(Path(path))]
     places = {name: _require_length(path) for name, path in models.items()}
     series = f"{Path(FLAGS.model[0]).name}_checkpoints"
     workdir = Path(FLAGS.workdir or f"runs/analyze/{series if FLAGS.checkpoints else '-'.join(models)[:100]}")
     make_folder(workdir / "arrays", "workdir")
     keep_compiled_programs(FLAGS.compile_cache)
-    measured, data, more, cards, machine = {}, [], {}, [], environment()
+    measured, data, drawn, made, machine = {}, [], {}, [], environment()
     for name, place in places.items():  # one model in memory at a time
-        measured[name], sections, text, drawn = _measure(name, place, workdir, settings)
+        measured[name], text, drawn[name] = _measure(name, place, workdir, settings)
         data.append({"name": name, **text})
-        tables, pictures = card.tables_and_pictures(name, sections)
-        more[name] = tables, pictures + drawn
-        cards.append(
-            card.make_card(name, models[name], measured[name], sections, machine | {"command": command, "text": text})
-        )
+        made.append(cards.make_card(name, models[name], measured[name], machine | {"command": command, "text": text}))
         path = workdir / ("card.json" if len(places) == 1 else f"{name}.card.json")
-        write_text(path, json.dumps(cards[-1], indent=1) + "\n")
+        write_text(path, json.dumps(made[-1], indent=1) + "\n")
         arrays = {key: value.astype(np.float32) for key, value in measured[name].arrays.items()}
         write_atomically(workdir / "arrays" / f"{name}.npz", lambda file, of=arrays: np.savez_compressed(file, **of))
     seconds = round(time.monotonic() - started, 1)
@@ -254,10 +219,11 @@ def main(_: list[str]) -> None:
     write_text(workdir / "results.json", json.dumps(content, indent=2) + "\n")
     sources = dict.fromkeys(text["source"] for text in data)
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
-    made = report(measured, list(sources), notes, more)
+    steps = list(map(int, models)) if FLAGS.checkpoints else ()
+    page = report(measured, list(sources), notes, steps=steps, drawn=drawn)
     if others:
-        made = made._replace(tables=[card.comparison([*cards, *others]), *made.tables])
-    write_report(made, workdir)
-    print_report(made._replace(tables=made.tables[:1]))
-    written = "card.json" if len(cards) == 1 else "results.json"
+        page = page._replace(tables=[comparison([*made, *others]), *page.tables])
+    write_report(page, workdir)
+    print_report(page._replace(tables=page.tables[:1]))
+    written = "card.json" if len(made) == 1 else "results.json"
     print(printable(f"written: {workdir / written} and {workdir / 'report.html'}"))

@@ -58,8 +58,8 @@ def _read(path: Path) -> _Run:
 
 
 def main(arguments: list[str]) -> None:
-    from orthojax.commands.any_model import curve_pictures, metrics_table
-    from orthojax.experiments.report import Report, Table, print_report, write_report
+    from orthojax.cards.page import curve_pictures, metrics_table
+    from orthojax.report.page import Report, Table, print_report, write_report
 
     paths = cli.named_paths(arguments, flag="")
     if len(paths) < 2:

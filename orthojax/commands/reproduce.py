@@ -94,10 +94,10 @@ def main(_: list[str]) -> None:
     models = {name: find_place(path) for name, path in cli.named_paths(FLAGS.model).items()}
 
     from orthojax.experiments.catalog import ALL, find
-    from orthojax.experiments.report import print_summary, write_report
     from orthojax.experiments.running import run_study
     from orthojax.experiments.stored import read_results_file
     from orthojax.experiments.study import Given, make_report, read_results
+    from orthojax.report.page import print_summary, write_report
     from orthojax.train import find_model, keep_compiled_programs
 
     if FLAGS.list:

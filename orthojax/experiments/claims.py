@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from orthojax.analysis import chance_of_first
-from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, case_in, pairs, shared_seeds
 from orthojax.formatting import mean_and_range, number, percent, share
+from orthojax.report.results import Missing, Numbers, Quantity, Result, Results, case_in, pairs, shared_seeds
 
 Verdict = Literal["holds", "does not hold", "not testable", "not measured"]
 

@@ -15,7 +15,7 @@ from orthojax import analysis, quant
 from orthojax.data import load_tokenizer
 from orthojax.errors import UserError
 from orthojax.experiments.stored import check_metrics
-from orthojax.files import finite, read_with_digest, write_atomically, write_with_digest
+from orthojax.files import finite, kept, write_atomically
 from orthojax.model import LoadedModel, Taps
 from orthojax.train import Inputs, evaluate, rounded_perplexities
 from orthojax.train.step import split_tokens
@@ -49,14 +49,16 @@ class Measure:
           UserError: If the stored files were changed.
         """
         path = folder / "measured" / f"{self.name}.json"
-        if not path.exists():
-            measured = self.measure(load(), inputs, say)
+
+        def measured() -> dict[str, float]:
+            metrics, arrays = self.measure(load(), inputs, say)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if measured.arrays:  # first, so that the metrics imply both
-                save = functools.partial(np.savez_compressed, **cast(Any, measured.arrays))
+            if arrays:  # first, so that the metrics imply both
+                save = functools.partial(np.savez_compressed, **cast(Any, arrays))
                 write_atomically(path.with_suffix(".npz"), save)
-            write_with_digest(path, finite(measured.metrics))
-        return check_metrics(read_with_digest(path, f"measurement {self.name}"), str(path))
+            return finite(metrics)
+
+        return check_metrics(kept(path, f"measurement {self.name}", measured), str(path))
 
 
 def by_layer(name: str, values: np.ndarray) -> dict[str, float]:

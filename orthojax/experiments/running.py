@@ -19,9 +19,8 @@ from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import Interrupted, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
-from orthojax.experiments.results import Results
 from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
-from orthojax.experiments.study import Given, Study, results_of
+from orthojax.experiments.study import Given, Study, StudyResults, results_of
 from orthojax.files import finite, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
 from orthojax.train import (
@@ -76,7 +75,7 @@ def run_study(
     jobs: int | None = 1,
     command: Sequence[str] = (),
     only: str | None = None,
-) -> Results:
+) -> StudyResults:
     """Trains, measures or computes what is not done yet and writes results.json; a second call resumes.
 
     Args:

@@ -14,12 +14,12 @@ from orthojax.config import Config, replace
 from orthojax.errors import UserError, nearest
 from orthojax.experiments.claims import Claim, Judged, judge
 from orthojax.experiments.measures import Measure
-from orthojax.experiments.pictures import headlines
-from orthojax.experiments.report import Cell, Picture, Report, Table, Verdict
-from orthojax.experiments.results import Missing, Quantity, Results, as_quantity
 from orthojax.experiments.stored import check_unique, check_variants, read_results_file
-from orthojax.experiments.tables import Columns, Quantities
 from orthojax.formatting import duration
+from orthojax.report.page import Cell, Picture, Report, Table, Verdict
+from orthojax.report.pictures import headlines
+from orthojax.report.results import Missing, Numbers, Quantity, Result, Results, as_quantity
+from orthojax.report.tables import Columns, Quantities
 
 
 class Given(NamedTuple):
@@ -114,7 +114,7 @@ class Study:
     rounding: bool = True
     cost_reference: Callable[[str], str] | None = None
     trains: bool = True
-    aliases: Callable[[Results], Mapping[str, str]] | None = None
+    aliases: Callable[["StudyResults"], Mapping[str, str]] | None = None
     paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)
     columns: Quantities = ()
     tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()
@@ -161,7 +161,38 @@ def grid(base: Config, *factors: Mapping[str, Mapping[str, Any]]) -> dict[str, C
     return {name: replace(base, changes) for name, changes in runs.items()}
 
 
-def read_results(study: Study, folder: Path, *more: Path) -> Results:
+class StudyResults(Results):
+    """The results of a study, with the content `raw` of its results.json, in `workdir`."""
+
+    def __init__(self, study: Study, raw: Mapping[str, Any], configs: Mapping[str, Config], workdir: Path = Path()):
+        """Sorts the rows of `raw`; `configs` are those of the variants that are models."""
+        self.study, self.raw, self.scale = study, raw, raw["scale"]
+        self.seeds = tuple(raw["provenance"].get("seeds", (0,)))
+        rows: dict[str, list[Mapping[str, Any]]] = {name: [] for name in configs}
+        for row in raw["rows"]:
+            rows.setdefault(row["variant"], []).append(row)
+        paper, results = study.paper_at(self.scale), {}
+        for name, of_variant in rows.items():
+            config = configs.get(name)
+            done = [row for row in of_variant if row["metrics"] and "failed" not in row]
+            results[name] = Result(
+                name,
+                config,
+                {row["seed"]: Numbers(row["metrics"], config) for row in done},
+                Numbers(paper.get(name, {})),
+                given=any("given" in row for row in of_variant),
+                folders={row["seed"]: workdir / row["run"] for row in done if "run" in row},
+                started=bool(of_variant),
+            )
+        super().__init__(results)
+        self.aliases = study.aliases(self) if study.aliases else {}
+
+    def failures(self) -> list[str]:
+        """Returns a line for each run that did not finish."""
+        return [f"{row['variant']}, seed {row['seed']}: {row['failed']}" for row in self.raw["rows"] if "failed" in row]
+
+
+def read_results(study: Study, folder: Path, *more: Path) -> StudyResults:
     """Reads a folder's results.json, from this study or one that shares variants with it; adds rows of further folders.
 
     Raises:
@@ -195,7 +226,7 @@ def _joined(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> Results:
+def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> StudyResults:
     """Returns the results of a study from the content of a results.json, which may have more variants."""
     configs = dict(study.runs_at(raw["scale"]))
     if study.runs:
@@ -209,7 +240,7 @@ def results_of(study: Study, raw: Mapping[str, Any], folder: Path = Path()) -> R
         for row in rows:
             if row["variant"] not in configs:  # an existing model
                 configs[row["variant"]] = replace(Config(), from_lists(row["overrides"]))
-    return Results(study, raw, configs, folder)
+    return StudyResults(study, raw, configs, folder)
 
 
 def from_lists(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,9 +248,9 @@ def from_lists(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
 
 
-def make_report(results: Results) -> Report:
+def make_report(results: StudyResults) -> Report:
     """Returns the report of a study; parts that need runs that are gone or failed are left out."""
-    study: Study = results.study
+    study = results.study
     tables: list[Table] = []
     columns = [Columns("Means over seeds", study.columns)] if study.columns else []
     for build in (*columns, *study.tables):
@@ -229,7 +260,7 @@ def make_report(results: Results) -> Report:
             continue
         tables += [built] if isinstance(built, Table) else built
     pictures: list[Picture] = []
-    for draw in (headlines, *study.pictures):
+    for draw in (functools.partial(headlines, shown=study.headlines), *study.pictures):
         try:
             pictures += draw(results)
         except Missing:
@@ -284,7 +315,7 @@ def as_verdict(judged: Judged) -> Verdict:
     return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
 
 
-def _headlines(results: Results) -> list[tuple[str, str, str]]:
+def _headlines(results: StudyResults) -> list[tuple[str, str, str]]:
     found = []
     for metric, before, after in results.study.headlines:
         quantity = as_quantity(metric)
@@ -300,7 +331,7 @@ def _headlines(results: Results) -> list[tuple[str, str, str]]:
     return found
 
 
-def _setting(results: Results) -> str:
+def _setting(results: StudyResults) -> str:
     provenance, seeds = results.raw["provenance"], results.seeds
     parts = [f"scale {results.scale}"] if results.study.runs else []
     if "paper" in results.study.scales and results.scale != "paper":
@@ -309,7 +340,7 @@ def _setting(results: Results) -> str:
     return " · ".join([*parts, *(provenance[key] for key in ("date", "device") if key in provenance)])
 
 
-def _about_the_data(results: Results) -> list[str]:
+def _about_the_data(results: StudyResults) -> list[str]:
     configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
     sentences, elsewhere = [], results.study.published
     if elsewhere and results.scale not in elsewhere:
@@ -330,7 +361,7 @@ def _about_the_data(results: Results) -> list[str]:
 _NOT_IN_NAMES = r"[^\w.-]"  # of --model
 
 
-def command(results: Results) -> str:
+def command(results: StudyResults) -> str:
     """Returns the command that makes these numbers, with scale, seeds, and a PATH to fill in for each given model."""
     scale = f" --scale={results.scale}" if results.study.runs else ""
     given = [f"{re.sub(_NOT_IN_NAMES, '_', result.name)}=PATH" for result in results.values() if result.given]
@@ -339,7 +370,7 @@ def command(results: Results) -> str:
     return f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}{models}"
 
 
-def _notes(results: Results) -> list[str]:
+def _notes(results: StudyResults) -> list[str]:
     provenance, notes = results.raw["provenance"], [command(results)]
     if given := [result.name for result in results.values() if result.given]:
         notes.append(f"existing models, of which PATH says where they are: {', '.join(given)}")

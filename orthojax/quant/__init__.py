@@ -16,6 +16,8 @@ from orthojax.quant.linear import rounded_cache as rounded_cache
 from orthojax.quant.linear import rounded_model as rounded_model
 from orthojax.quant.linear import static_linear as static_linear
 from orthojax.quant.prefix import prefix_cache as prefix_cache
+from orthojax.quant.propagation import LinearError as LinearError
+from orthojax.quant.propagation import RoundingError as RoundingError
 from orthojax.quant.propagation import rounding_error as rounding_error
 from orthojax.quant.rotated import online_hadamard as online_hadamard
 from orthojax.quant.rotated import rotate_after_training as rotate_after_training

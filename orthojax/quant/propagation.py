@@ -1,7 +1,8 @@
 """Where rounding does its damage: the error of every linear layer, split into what it inherits and what it adds."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,34 @@ if TYPE_CHECKING:
     from orthojax.model import Transformer
 
 
-def rounding_error(
-    model: "Transformer", params: Any, setting: QuantizationSetting, tokens: ArrayLike
-) -> dict[str, float]:
+class LinearError(NamedTuple):
+    """Signal to quantisation noise of the outputs of one linear layer, in dB; infinite without noise."""
+
+    layer: int | None  # its block; None for the head
+    whole: float
+    inherited: float
+    added: float
+
+
+class RoundingError(NamedTuple):
+    """What rounding does to a model."""
+
+    last_state: float
+    linear: dict[str, LinearError]  # by path, such as layers_0/attention/query
+
+
+def rounding_error(model: "Transformer", params: Any, setting: QuantizationSetting, tokens: ArrayLike) -> RoundingError:
     r"""Compares a float model with its `rounded_model` on the same tokens, layer by layer.
 
     With a linear layer's function f and its rounded function g, its input x in the float model and z in the rounded
     one, the signal-to-quantisation-noise ratios over all tokens and outputs are, in dB,
 
-        sqnr_db = 10 log10(||f(x)||^2 / ||g(z) - f(x)||^2)
-        inherited_sqnr_db = 10 log10(||f(x)||^2 / ||f(z) - f(x)||^2), of what layers before have done
-        added_sqnr_db = 10 log10(||f(x)||^2 / ||g(z) - f(z)||^2), of the layer's own rounding
+        whole = 10 log10(||f(x)||^2 / ||g(z) - f(x)||^2)
+        inherited = 10 log10(||f(x)||^2 / ||f(z) - f(x)||^2), of what layers before have done
+        added = 10 log10(||f(x)||^2 / ||g(z) - f(z)||^2), of the layer's own rounding
 
     and infinite without an error, as for the head, which stays float. Rounded keys and values are part of what the
-    output of attention inherits. `last_state_error` is ||h' - h||_2 / ||h||_2, mean over tokens, for the last block's
+    output of attention inherits. `last_state` is ||h' - h||_2 / ||h||_2, mean over tokens, for the last block's
     outputs h before the final norm: R_L of arXiv 2509.23500. Definition here: the split, with the noise of f(z).
 
     Args:
@@ -37,10 +52,6 @@ def rounding_error(
       params: Its parameters.
       setting: What is rounded; activation scales come from these tokens.
       tokens: int [B, T].
-
-    Returns:
-      `sqnr_db/PATH`, `inherited_sqnr_db/PATH` and `added_sqnr_db/PATH`, with paths such as `layers_0/attention/query`
-      and `head`; and `last_state_error`.
     """
     from orthojax.model import unstack_layers  # here, as in `linear`
 
@@ -75,9 +86,10 @@ def rounding_error(
         return powers, jnp.mean(norm(other - h) / norm(h))
 
     powers, error = jax.device_get(jax.jit(run)(params, jnp.asarray(tokens)))
-    found = {}
+    linear = {}
     for path, (signal, *noises) in powers.items():
-        for name, noise in zip(("sqnr_db", "inherited_sqnr_db", "added_sqnr_db"), noises, strict=True):
-            with np.errstate(divide="ignore"):
-                found[f"{name}/{path}"] = float(10 * np.log10(np.float64(signal) / np.float64(noise)))
-    return found | {"last_state_error": float(error)}
+        with np.errstate(divide="ignore"):
+            ratios = [float(10 * np.log10(np.float64(signal) / np.float64(noise))) for noise in noises]
+        block = re.match(r"layers_(\d+)/", path)
+        linear[path] = LinearError(int(block[1]) if block else None, *ratios)
+    return RoundingError(float(error), linear)

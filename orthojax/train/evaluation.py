@@ -1,6 +1,7 @@
 """Evaluation of parameters: on the fixed evaluation set, and on a few of its rows during training."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,17 @@ from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
 from orthojax.files import finite
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
-from orthojax.ops.cross_entropy import perplexity
+from orthojax.model.generation import stream_loss_nats
+from orthojax.ops.cross_entropy import cross_entropy_nats, perplexity
 from orthojax.train.data import Inputs
-from orthojax.train.mesh import constrain, in_mesh, place_rows
+from orthojax.train.mesh import constrain, in_mesh, place
 from orthojax.train.optimizer import imported, shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
 
 Metrics = dict[str, float]
+Settings = Mapping[str, quant.QuantizationSetting]
+Say = Callable[[str], object]  # called with the name of each part once it is done
 _Observe = Callable[..., analysis.Statistics]
-
-
-def _place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[Any, ...]:
-    return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
 
 
 def _batches(config: Config, inputs: Inputs) -> Iterator[np.ndarray]:
@@ -62,15 +62,21 @@ def validation_loss_nats(
     sums: list[Any] = []
     with in_mesh(mesh):
         for rows in _batches(config, inputs):
-            sums.append(_loss(model, params, *_place(mesh, rows), interventions))
+            (tokens,) = place(mesh, rows)
+            sums.append(_loss(model, params, tokens, interventions))
             if len(sums) > 1:  # one late, so that the devices do not wait for the host
                 sums[-2] = jax.device_get(sums[-2])
             after_batch()
+    return _mean(sums)
+
+
+def _mean(sums: Any) -> float:
+    """Returns the mean of several (sum, count), on the host in float64."""
     totals, counts = zip(*jax.device_get(sums), strict=True)
     return sum(map(float, totals)) / sum(map(float, counts))
 
 
-def settings_that_do_not_fit(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> dict[str, str]:
+def settings_that_do_not_fit(loaded: LoadedModel, settings: Settings) -> dict[str, str]:
     """Returns name -> reason for settings whose groups do not divide the input features of a kernel."""
     found = {}
     for name, setting in settings.items():
@@ -88,10 +94,10 @@ def evaluate(
     loaded: LoadedModel,
     inputs: Inputs,
     *,
-    settings: Mapping[str, quant.QuantizationSetting] | None = None,
+    settings: Settings | None = None,
     quantize_head: bool = False,
     post_attention: bool = False,
-    on_progress: Callable[[str], object] = lambda what: None,
+    on_progress: Say = lambda what: None,
 ) -> Metrics:
     """Measures all metrics of a trained model; `evaluation_stages` gives the number of parts.
 
@@ -113,65 +119,87 @@ def evaluate(
     Raises:
       UserError: For a setting that does not fit the model, before anything is computed.
     """
-    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, post_attention=post_attention)[0]
-
-
-def evaluate_by_head(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    *,
-    interventions: Interventions | None = None,
-    settings: Mapping[str, quant.QuantizationSetting] | None = None,
-    quantize_head: bool = False,
-    on_progress: Callable[[str], object] = lambda what: None,
-) -> tuple[Metrics, dict[str, np.ndarray]]:
-    """Measures like `evaluate`, and also every head, with or without interventions (quantised models without).
-
-    Returns:
-      The metrics, for text also `null_mass`, `attention_entropy_nats` and `sink_logit_gap`; and by name the arrays
-      [L, N] of what is measured by head, for text also `max_abs_by_channel` [L, D].
-    """
-    return _evaluate(loaded, inputs, settings, quantize_head, on_progress, interventions, by_head=True)
-
-
-def _evaluate(
-    loaded: LoadedModel,
-    inputs: Inputs,
-    settings: Mapping[str, quant.QuantizationSetting] | None,
-    quantize_head: bool,
-    on_progress: Callable[[str], object],
-    interventions: Interventions | None = None,
-    **text_options: bool,
-) -> tuple[Metrics, dict[str, np.ndarray]]:
-    config, params = loaded.config, loaded.params
     if settings is None:
         settings = quant.SETTINGS if loaded.model.linear is linear else {}
     _require_fitting(loaded, settings)  # before hours of work
-    loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
-    if inputs.task is not None:
-        mesh, (observe, risks_of) = mesh_of(params), observing(inputs.task)
-        batches = (2 * _place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
-        statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
-        on_progress("statistics")
-        metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
-        return metrics, analysis.finalize_arrays(statistics)
-    metrics: Metrics = {"perplexity": perplexity(loss), "loss_nats": loss}
-    if inputs.bits_per_nat_of_loss is not None:
-        metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
-    mesh, basis = mesh_of(params), shared_basis(config.seeded_optim, config.model.d_model)
-    seen = (split_tokens(tokens, config.model)[0] for tokens in _batches(config, inputs))
-    if ids := inputs.special_ids:
-        batches: Any = ((*_place(mesh, tokens), basis, *_place(mesh, np.isin(tokens, ids))) for tokens in seen)
-    else:
-        batches = ((*_place(mesh, tokens), basis) for tokens in seen)
-    statistics = analysis.measure(loaded, batches, _observing_text(**text_options), interventions)
-    metrics |= analysis.finalize(statistics)
+    metrics = _measure(loaded, inputs, None, post_attention=post_attention)[0]
     on_progress("statistics")
-    metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
+    if inputs.task is None:
+        metrics |= rounded_perplexities(loaded, inputs, settings, quantize_head=quantize_head, on_progress=on_progress)
+    return metrics
+
+
+def evaluate_by_head(
+    loaded: LoadedModel, inputs: Inputs, *, interventions: Interventions | None = None
+) -> tuple[Metrics, dict[str, np.ndarray], analysis.Extremes | None]:
+    """Measures every head and the extremes of a model in float as well, with or without interventions.
+
+    Returns:
+      The metrics of `evaluate`, for text also `null_mass`, `attention_entropy_nats`, `sink_logit_gap` and those of
+      `analysis.observe_predictors`; by name the arrays [L, N] of what is measured by head, for text also
+      `max_abs_by_channel` [L, D]; and for text the extremes of all layers and rows.
+    """
+    return _measure(loaded, inputs, interventions, by_head=True)
+
+
+def _measure(
+    loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None, **text_options: bool
+) -> tuple[Metrics, dict[str, np.ndarray], Any]:
+    if inputs.task is None:
+        return _measure_text(loaded, inputs, interventions, **text_options)
+    return *_measure_task(loaded, inputs, inputs.task, interventions), None
+
+
+def _measure_task(
+    loaded: LoadedModel, inputs: Inputs, task: BigramBackcopy, interventions: Interventions | None
+) -> tuple[Metrics, dict[str, np.ndarray]]:
+    config, params = loaded.config, loaded.params
+    loss = validation_loss_nats(config, params, inputs, model=loaded.model, interventions=interventions)
+    mesh, (observe, risks_of) = mesh_of(params), observing(task)
+    batches = (2 * place(mesh, split_tokens(rows, config.model)[0]) for rows in _batches(config, inputs))
+    statistics, risks = analysis.measure(loaded, batches, observe, interventions, output=risks_of)
+    metrics = {"loss_nats": loss} | analysis.finalize(statistics, by_head=True) | analysis.finalize(risks)
     return metrics, analysis.finalize_arrays(statistics)
 
 
-def _require_fitting(loaded: LoadedModel, settings: Mapping[str, quant.QuantizationSetting]) -> None:
+def _measure_text(
+    loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None, **options: bool
+) -> tuple[Metrics, dict[str, np.ndarray], Any]:
+    """Reads the text once for the loss and everything that is observed."""
+    config, mesh = loaded.config, mesh_of(loaded.params)
+    basis = shared_basis(config.seeded_optim, config.model.d_model)
+
+    def batch(rows: np.ndarray) -> tuple[Any, ...]:
+        ids = inputs.special_ids
+        tokens, *special = place(mesh, rows, *([np.isin(rows, ids)] if ids else []))
+        return tokens, basis, *special
+
+    batches, observe = map(batch, _batches(config, inputs)), _observing_text(**options)
+    observed, sums = analysis.measure(loaded, batches, observe, interventions, apply=_loss_of_rows, join=_join)
+    loss = _mean(sums)
+    metrics: Metrics = {"perplexity": perplexity(loss), "loss_nats": loss}
+    if inputs.bits_per_nat_of_loss is not None:
+        metrics["bits_per_byte"] = loss * inputs.bits_per_nat_of_loss
+    statistics, *predictors, extremes = observed if len(observed) == 3 else (*observed, None)
+    for part in (statistics, *predictors):
+        metrics |= analysis.finalize(part)
+    return metrics, analysis.finalize_arrays(statistics), extremes
+
+
+def _loss_of_rows(model: Transformer, params: Any, rows: jax.Array, **given: Any) -> tuple[list[Any], Any]:
+    total, count, observed = loss_sum_nats(model, params, rows, **given)
+    return [(total, count)], observed
+
+
+def _join(a: Any, b: Any) -> Any:
+    """Joins what two batches gave: adds statistics, keeps the rows of extremes and the sums of the loss apart."""
+    if isinstance(a, list):
+        return a + b
+    joins = (analysis.combine, analysis.combine, analysis.concatenate)
+    return tuple(join(x, y) for join, x, y in zip(joins, a, b, strict=False))
+
+
+def _require_fitting(loaded: LoadedModel, settings: Settings) -> None:
     for name, reason in settings_that_do_not_fit(loaded, settings).items():
         raise UserError(f"quantisation setting {name}: {reason}", allowed="the settings that fit this model")
 
@@ -179,10 +207,10 @@ def _require_fitting(loaded: LoadedModel, settings: Mapping[str, quant.Quantizat
 def rounded_perplexities(
     loaded: LoadedModel,
     inputs: Inputs,
-    settings: Mapping[str, quant.QuantizationSetting],
+    settings: Settings,
     *,
     quantize_head: bool = False,
-    on_progress: Callable[[str], object] = lambda what: None,
+    on_progress: Say = lambda what: None,
 ) -> Metrics:
     """Measures the perplexity at each of `settings`; arguments and names are as for `evaluate`.
 
@@ -190,23 +218,133 @@ def rounded_perplexities(
       UserError: For a setting that does not fit the model, before anything is computed.
     """
     _require_fitting(loaded, settings)
-    metrics, model = {}, loaded.config.model
-    for name, setting in settings.items():
-        for suffix, head in {"": False, "_with_head": True}.items() if quantize_head else [("", False)]:
-            include = "" if head else quant.ALL_BUT_HEAD
-            quantized = quant.rounded_model(model, setting, include, linear_head=head)
-            rounded = validation_loss_nats(loaded.config, loaded.params, inputs, model=quantized)
-            metrics[f"perplexity_{name}{suffix}"] = perplexity(rounded)
-            on_progress(name + suffix)
+    heads = {"": False, "_with_head": True} if quantize_head else {"": False}
+    model = functools.partial(quant.rounded_model, loaded.config.model)
+    models = {name + suffix: model(setting, "" if head else quant.ALL_BUT_HEAD, linear_head=head)
+              for name, setting in settings.items() for suffix, head in heads.items()}  # fmt: skip
+    return _perplexities(loaded, inputs, models, on_progress)
+
+
+def rotated_perplexities(
+    loaded: LoadedModel, inputs: Inputs, settings: Settings, on_progress: Say = lambda what: None
+) -> Metrics:
+    """Measures `perplexity_<setting>_rotated` at each of `settings` after `quant.rotate_after_training`.
+
+    Raises:
+      UserError: For a model that cannot be rotated.
+    """
+    params, config, wrap = quant.rotate_after_training(loaded.params, loaded.config.model)
+    models = {f"{name}_rotated": quant.rounded_model(config, setting) for name, setting in settings.items()}
+    models = {name: model.clone(linear=wrap(model.linear)) for name, model in models.items()}
+    return _perplexities(loaded._replace(params=params), inputs, models, on_progress)
+
+
+def cached_perplexities(
+    loaded: LoadedModel, inputs: Inputs, caches: Mapping[str, tuple[int, int]], on_progress: Say = lambda what: None
+) -> Metrics:
+    """Measures `perplexity_<cache>` with keys and values of few bits.
+
+    `caches` is name -> (bits, number of first tokens that stay float), as for `quant.rounded_cache`.
+    """
+    models = {name: quant.rounded_cache(loaded.model, bits, first) for name, (bits, first) in caches.items()}
+    return _perplexities(loaded, inputs, models, on_progress)
+
+
+def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Transformer], on_progress: Say) -> Metrics:
+    metrics = {}
+    for name, model in models.items():
+        loss = validation_loss_nats(loaded.config, loaded.params, inputs, model=model)
+        metrics[f"perplexity_{name}"] = perplexity(loss)
+        on_progress(name)
     return metrics
 
 
-def evaluation_stages(
-    config: Config,
-    settings: Mapping[str, quant.QuantizationSetting] | None = None,
-    *,
-    quantize_head: bool = False,
-) -> int:
+def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
+    """Computes the change of the loss in nats on the first rows if a part writes nothing to the residual stream.
+
+    Returns:
+      `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
+    """
+    L, N = loaded.config.model.num_layers, loaded.config.model.num_heads
+    few = inputs._replace(evaluation=inputs.evaluation[:rows])
+    # All have the same shapes, so that one compiled program serves them.
+    whole = {"head": np.ones((L, N), np.float32), "attention": np.ones(L, np.float32), "mlp": np.ones(L, np.float32)}
+
+    def loss(scales: Mapping[str, np.ndarray]) -> float:
+        given = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
+        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=given)
+
+    before, changes = loss(whole), {}
+    for part, scale in whole.items():
+        change = changes[f"knocked_out_{part}"] = np.zeros(scale.shape)
+        for at in np.ndindex(scale.shape):
+            without = scale.copy()
+            without[at] = 0.0
+            change[at] = loss(whole | {part: without}) - before
+    return changes
+
+
+def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stride: int) -> float:
+    """Computes the mean loss over all tokens of a text but the first, each with as much context as a window allows.
+
+    Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, each later one
+    those that the previous one did not. Published perplexities of long texts are computed this way; the guide of
+    transformers gives later windows the weight of one token less. If `stride` equals `length`, the pieces of the text
+    are independent, and their first tokens are not predicted.
+
+    Args:
+      loaded: A causal model.
+      tokens: int32 [tokens], at least 2.
+      length: Tokens of a window, at most the model's positions.
+      stride: 1 to `length`.
+    """
+    if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
+        problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
+        raise UserError(problem, allowed="2 tokens or more, a length of 2 or more, a stride up to it")
+    if loaded.config.model.relaxed_causal_tokens > 1:
+        raise UserError("a sliding window over a model with relaxed_causal_tokens", allowed="a causal mask")
+    starts = range(0, max(len(tokens) - length + stride, 1), stride)
+    padded = np.concatenate([tokens, np.zeros(starts[-1] + length - len(tokens), np.int32)])
+    size, total, count = loaded.config.eval.batch_size, 0.0, 0
+
+    @jax.jit
+    def losses(params: Any, rows: jax.Array) -> jax.Array:
+        logits: Any = loaded.model.apply({"params": params}, rows)[0]
+        return cross_entropy_nats(logits[:, :-1], rows[:, 1:])  # [rows, length - 1]
+
+    for first in range(0, len(starts), size):
+        few = list(starts[first : first + size])
+        few += [few[-1]] * (size - len(few))  # for one shape
+        found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
+        for at, row in dict(zip(few, found, strict=True)).items():
+            seen = max(length - stride, 1) if at else 1  # the previous window predicted the rest
+            counted = row[seen - 1 : len(tokens) - at - 1]
+            total, count = total + counted.sum(), count + len(counted)
+    return total / count
+
+
+def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4) -> Metrics:
+    """Measures the second half of rows [B, T + 1], read token by token with a quarter of the row in view.
+
+    Returns:
+      `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first `sinks`
+      tokens in place of the oldest, and `perplexity_whole` with all.
+
+    Raises:
+      UserError: For rows that are too short.
+    """
+    T = rows.shape[1] - 1
+    window = T // 4
+    if window <= sinks:
+        raise UserError(f"rows of {T} tokens are too short to stream", allowed=f"{8 * sinks} or more")
+    metrics = {"window": window}
+    for name, size, first in (("window", window, 0), ("sinks", window - sinks, sinks), ("whole", None, 0)):
+        losses = stream_loss_nats(loaded, rows, size, first)[:, 2 * window :]
+        metrics[f"perplexity_{name}"] = math.exp(float(losses.mean()))
+    return metrics
+
+
+def evaluation_stages(config: Config, settings: Settings | None = None, *, quantize_head: bool = False) -> int:
     """Returns the number of times that `evaluate` calls `on_progress`."""
     if config.data.kind == "bigram_backcopy":
         return 1
@@ -214,11 +352,17 @@ def evaluation_stages(
 
 
 @functools.cache
-def _observing_text(**options: bool) -> _Observe:
+def _observing_text(**options: bool) -> Callable[..., tuple[Any, ...]]:
     """Always returns the same function for these options, so that its programs are found again."""
-    return lambda taps, basis, special=None: analysis.observe_language_model(
-        taps, basis=basis, special=special, **options
-    )
+
+    def observe(taps: analysis.Taps, basis: jax.Array | None, special: jax.Array | None = None) -> tuple[Any, ...]:
+        special = None if special is None else special[:, : taps.residual.shape[1]]  # of a row, its inputs
+        statistics = analysis.observe_language_model(taps, basis=basis, special=special, **options)
+        if not options.get("by_head"):
+            return (statistics,)
+        return statistics, analysis.observe_predictors(taps), analysis.observe_extremes(taps)
+
+    return observe
 
 
 @functools.lru_cache(maxsize=8)
@@ -263,7 +407,7 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
     rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
-    batch, observe, output = _place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
+    batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
     more = (

@@ -57,6 +57,11 @@ def constrain(tree: Any, spec: PartitionSpec) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
 
 
+def place(mesh: Mesh | None, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
+    """Puts the rows of several arrays [B, ...] on the devices as `place_rows` does."""
+    return tuple(place_rows(mesh, len(rows), lambda start, stop, rows=rows: rows[start:stop]) for rows in arrays)
+
+
 def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndarray]) -> jax.Array:
     """Puts a batch of B = `count` rows on the devices; a process reads only the rows of its own devices.
 

@@ -18,7 +18,7 @@ import jax
 from orthojax import analysis
 from orthojax.config import Config, flatten
 from orthojax.errors import UserError
-from orthojax.files import parse_json, require_file, write_text
+from orthojax.files import read_json_lines, write_text
 from orthojax.formatting import number
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.estimates import entry, model_flops_per_token, model_flops_utilization
@@ -226,16 +226,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
       UserError: If something other than a file is in its place.
     """
-    if not os.path.lexists(path):
-        return []
-    require_file(path, "metrics file")
-    found = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(UserError):
-            values = parse_json(line, "line")
-            if isinstance(values, dict) and isinstance(values.get("step"), int):
-                found.append(values)
-    return found
+    lines = read_json_lines(path, "metrics file") if os.path.lexists(path) else []
+    return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 _ON_CONSOLE = ("loss_nats", "learning_rate", "tokens_per_second", "mfu", "validation_loss_nats", "kurtosis_first")

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
-from orthojax.model import Interventions, Transformer, parameter_shapes
+from orthojax.model import Interventions, Taps, Transformer, parameter_shapes
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
 from orthojax.train.mesh import (
@@ -88,7 +88,8 @@ def loss_sum_nats(
     interventions: Interventions | None = None,
     logits_dtype: DTypeLike | None = None,
     penalty: float = 0.0,
-) -> tuple[jax.Array, ...]:
+    observe: Callable[[Taps], Any] | None = None,
+) -> tuple[Any, ...]:
     """Computes the summed loss and the number of target tokens, of positions that count: see `split_tokens`.
 
     Args:
@@ -101,6 +102,7 @@ def loss_sum_nats(
       logits_dtype: Dtype to which logits are rounded, except those of a quantised head; None leaves them float32.
       penalty: Factor of the mean of `activation_penalty` over layers; their product times the number of target tokens
         is then the third result, not part of the first; 0 for two results.
+      observe: Without a penalty, what is observed in each layer; its leaves [L, ...] are then the third result.
     """
     inputs, targets, counted = split_tokens(tokens, model.config)
     B, T = inputs.shape
@@ -108,7 +110,7 @@ def loss_sum_nats(
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions, logits_dtype or jnp.float32)
     head = model.head_kernel(params)
     whole = head is None or (positions == T and logits_dtype is None)
-    observe = (lambda taps: activation_penalty(taps.residual)) if penalty else None
+    observe = (lambda taps: activation_penalty(taps.residual)) if penalty else observe
     given: Any = {"interventions": interventions, "observe": observe, "head": whole}
     output, seen = cast(Any, model.apply({"params": params}, inputs, **given))
     if head is None or whole:
@@ -116,7 +118,9 @@ def loss_sum_nats(
     else:
         options: Any = {"positions": positions, "vocab_axis": head[1], "logits_dtype": logits_dtype}
         total = chunked_cross_entropy_sum_nats(output, head[0], targets, counted, **options)
-    return (total, count, penalty * jnp.mean(seen) * count) if penalty else (total, count)
+    if penalty:
+        return total, count, penalty * jnp.mean(seen) * count
+    return (total, count) if observe is None else (total, count, seen)
 
 
 def activation_penalty(x: jax.Array) -> jax.Array:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from orthojax.experiments.active_dormant.runs import EARLY, SHOWN, Setting, row, short
 from orthojax.experiments.claims import Claim, Metric, all_of, shares
-from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study
 from orthojax.formatting import share
+from orthojax.report.pictures import ByStep
 
 _COPY, _BIGRAM = RISKS = Metric("backcopy_risk_nats"), Metric("bigram_excess_risk_nats")
 _SINK, _RATIO, _GAP = Metric("sink_attention_rest"), Metric("value_ratio"), Metric("sink_logit_gap")

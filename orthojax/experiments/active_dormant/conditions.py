@@ -13,10 +13,10 @@ from orthojax.experiments.active_dormant import measures
 from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_DRAIN, TOP_PEAK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy, short
 from orthojax.experiments.claims import Claim, Expr, Metric
-from orthojax.experiments.pictures import Bars, ByLayer, ByStep
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns
 from orthojax.formatting import share
+from orthojax.report.pictures import Bars, ByLayer, ByStep
+from orthojax.report.tables import Columns
 
 _DRAIN = Metric("value_drain")
 _TOKEN, _EQUAL, _FIRST, _DELIMITER, _AT_TRIGGERS, _TRIGGERS = c.shares(

@@ -13,9 +13,9 @@ from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.claims import Metric
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
-from orthojax.experiments.results import Numbers
 from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops.cross_entropy import perplexity
+from orthojax.report.results import Numbers
 from orthojax.train import Inputs, read_metrics
 from orthojax.train.evaluation import observing, validation_loss_nats
 from orthojax.train.step import split_tokens

@@ -23,9 +23,9 @@ import numpy as np
 import optax
 
 from orthojax.experiments.claims import Claim, Metric, all_of
-from orthojax.experiments.pictures import ByStep, Points
 from orthojax.experiments.study import Row, Study
-from orthojax.experiments.tables import Columns
+from orthojax.report.pictures import ByStep, Points
+from orthojax.report.tables import Columns
 
 _B1, _B2 = 0.9, 0.99
 

@@ -10,12 +10,12 @@ from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SI
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
 from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, shares, smallest
 from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.pictures import ByLayer, ByStep, Maps
-from orthojax.experiments.report import Table
-from orthojax.experiments.results import Result, Results
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns, cell
 from orthojax.model import LoadedModel
+from orthojax.report.page import Table
+from orthojax.report.pictures import ByLayer, ByStep, Maps
+from orthojax.report.results import Result, Results
+from orthojax.report.tables import Columns, cell
 from orthojax.train import Inputs, read_metrics
 
 _RATES = {"x0.3": 0.3, "x0.5": 0.5, "": 1, "x2": 2, "x4": 4}  # of the common learning rate

@@ -26,11 +26,11 @@ from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.measures import half_step, line
 from orthojax.experiments.active_dormant.runs import letters
 from orthojax.experiments.claims import Claim, Metric, shares
-from orthojax.experiments.pictures import ByStep
 from orthojax.experiments.study import Row, Study
-from orthojax.experiments.tables import Columns
 from orthojax.ops.statistics import kurtosis
 from orthojax.optim import Rotation, orthoadam
+from orthojax.report.pictures import ByStep
+from orthojax.report.tables import Columns
 
 HIDDEN = 128
 

@@ -21,7 +21,7 @@ from orthojax.data.bigram_backcopy import BigramBackcopy
 from orthojax.experiments.active_dormant.runs import letters
 from orthojax.experiments.claims import Claim, Metric, all_of, shares
 from orthojax.experiments.study import Row, Study
-from orthojax.experiments.tables import Columns
+from orthojax.report.tables import Columns
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

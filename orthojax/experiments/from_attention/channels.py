@@ -16,12 +16,12 @@ from jax.typing import ArrayLike
 from orthojax import analysis
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments.figures import maps
 from orthojax.experiments.measures import Measure, Measured, Say, by_layer
-from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Missing, Results
 from orthojax.model import LoadedModel, Taps
 from orthojax.optim import RotatedAxes, rotate
+from orthojax.report.figures import maps
+from orthojax.report.page import Picture
+from orthojax.report.results import Missing, Results
 from orthojax.train import Inputs, make_rotation, read_optimizer_state
 from orthojax.train.step import split_tokens
 

@@ -8,17 +8,17 @@ import numpy as np
 
 from orthojax.config import replace
 from orthojax.experiments import claims as c
-from orthojax.experiments import pictures
 from orthojax.experiments.claims import ByLayer, Claim, Expr, Metric
-from orthojax.experiments.figures import Scale, maps
 from orthojax.experiments.from_attention import channels, measures, rotations
 from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, retested, variants
 from orthojax.experiments.from_attention.paper_tables import TABLE_2
-from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Numbers, Result, Results
 from orthojax.experiments.study import Row, Study
-from orthojax.experiments.tables import Paired
 from orthojax.ops.statistics import norm_ratio
+from orthojax.report import pictures
+from orthojax.report.figures import Scale, maps
+from orthojax.report.page import Picture
+from orthojax.report.results import Numbers, Result, Results
+from orthojax.report.tables import Paired
 
 _VANILLA, _CURED = "gpt2_130m_vanilla", "gpt2_130m_cured"
 _PAIR = ("vanilla", "cured")

@@ -14,11 +14,11 @@ from orthojax.experiments.from_attention import models
 from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.experiments.from_attention.channels import OUTPUT_WEIGHTS, correlation, output_norms
 from orthojax.experiments.from_attention.models import ABOUT, ABOUT_CHANCE, SCALES, C, O, S, V, retested, variants
-from orthojax.experiments.pictures import ByStep, Maps, Points
-from orthojax.experiments.results import Numbers, Result, Results
-from orthojax.experiments.study import Given, Study
-from orthojax.experiments.tables import Columns, Paired, Printed
+from orthojax.experiments.study import Given, Study, StudyResults
 from orthojax.formatting import byte_count, percent, share, signed
+from orthojax.report.pictures import ByStep, Maps, Points
+from orthojax.report.results import Numbers, Result, Results
+from orthojax.report.tables import Columns, Paired, Printed
 
 WIDTH, POOLED = Metric("D", lambda of: of["model.d_model"]), Metric("kurtosis_pooled")
 PER_TOKEN = "int8_fine_per_token"
@@ -385,7 +385,7 @@ def _paper_by_length(scale: str) -> dict[str, Mapping[str, float]]:
     return {ours: printed[theirs] for ours, theirs in zip(_by_length(scale), _by_length("paper"), strict=True)}
 
 
-def _shortest_and_longest(results: Results) -> dict[str, str]:
+def _shortest_and_longest(results: StudyResults) -> dict[str, str]:
     ends = {
         f"_{end(models.LENGTHS[results.scale])}_": f"_{word}_" for end, word in ((min, "shortest"), (max, "longest"))
     }

@@ -12,11 +12,11 @@ from orthojax.experiments import claims as c
 from orthojax.experiments.base import BREAKING_MODEL, METHODS
 from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.measures import FOUR_BITS, Measure, Measured, Say
-from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns, Paired
 from orthojax.model import LoadedModel, Taps
 from orthojax.ops.statistics import kurtosis
+from orthojax.report.pictures import ByStep, Maps
+from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs
 from orthojax.train.step import split_tokens
 

@@ -4,9 +4,9 @@ from orthojax import quant
 from orthojax.experiments.base import BREAKING_MODEL, cured
 from orthojax.experiments.claims import COARSE, PEAK, Claim, cured_outliers, equivalent, halved, lost
 from orthojax.experiments.measures import FOUR_BIT, FOUR_BITS
-from orthojax.experiments.pictures import LOSS, ByStep
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns
+from orthojax.report.pictures import LOSS, ByStep
+from orthojax.report.tables import Columns
 
 BREAKS = Study(
     name="breaks",

@@ -5,9 +5,9 @@ from orthojax.experiments import claims as c
 from orthojax.experiments.base import METHODS, REPEATED_MODEL
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.measures import FOUR_BIT, FOUR_BITS
-from orthojax.experiments.pictures import ByStep, Maps
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns, Paired
+from orthojax.report.pictures import ByStep, Maps
+from orthojax.report.tables import Columns, Paired
 
 _MEASURED = ["perplexity kurtosis_first kurtosis_rest max_abs_first first_attention_fraction first_attention_mass",
              "sink_rate", c.DRAIN, c.PEAK]  # fmt: skip

@@ -10,10 +10,10 @@ from orthojax.experiments import claims as c
 from orthojax.experiments.base import PACKAGES_MODEL, cured
 from orthojax.experiments.claims import Claim
 from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.pictures import LOSS, ByStep, Maps
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel
 from orthojax.model.presets import gpt2
+from orthojax.report.pictures import LOSS, ByStep, Maps
 from orthojax.train import Inputs, evaluate, load
 from orthojax.train.checkpoint import steps_in
 

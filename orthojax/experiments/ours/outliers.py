@@ -28,9 +28,9 @@ from orthojax.experiments.claims import (
     worst,
 )
 from orthojax.experiments.from_attention.models import RUNS, SCALES
-from orthojax.experiments.pictures import KURTOSIS, LOSS, ByStep, Points
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns, Paired
+from orthojax.report.pictures import KURTOSIS, LOSS, ByStep, Points
+from orthojax.report.tables import Columns, Paired
 
 _LOST = [lost(setting) for setting in ("int8_moderate", "int8_coarse", "int4_zeropoint")]
 _PERPLEXITY_AND_KURTOSIS = Points("perplexity_and_kurtosis", "Perplexity and kurtosis.", PPL, WORST, y_scale="log")

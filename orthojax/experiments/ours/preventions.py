@@ -10,14 +10,13 @@ from orthojax.experiments import claims as c
 from orthojax.experiments.base import BREAKING_MODEL
 from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.measures import Measure, Measured, Say
-from orthojax.experiments.pictures import Bars, Points
-from orthojax.experiments.results import Missing, Result
 from orthojax.experiments.study import Study
-from orthojax.experiments.tables import Columns, Paired
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
-from orthojax.ops.cross_entropy import perplexity
+from orthojax.report.pictures import Bars, Points
+from orthojax.report.results import Missing, Result
+from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs, rounded_perplexities
-from orthojax.train.evaluation import validation_loss_nats
+from orthojax.train.evaluation import cached_perplexities, rotated_perplexities
 from orthojax.train.step import split_tokens
 
 FORMATS = (c.COARSE, "int4_group128", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
@@ -38,17 +37,11 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     config = dataclasses.replace(loaded.config, model=model)
     plain = loaded._replace(model=Transformer(model), params=params, config=config)
     found = rounded_perplexities(plain, inputs, {name: quant.setting_named(name) for name in FORMATS}, on_progress=say)
-    rotated, of_rotated, wrap = quant.rotate_after_training(params, model)
-    for name in _ROTATED:
-        rounded = quant.rounded_model(of_rotated, quant.setting_named(name))
-        rounded = rounded.clone(linear=wrap(rounded.linear))
-        loss = validation_loss_nats(config, rotated, inputs, model=rounded)
-        found[f"perplexity_{name}_rotated"] = perplexity(loss)
-        say(f"{name} after a rotation")
+    found |= rotated_perplexities(plain, inputs, {name: quant.setting_named(name) for name in _ROTATED}, say)
     tokens = split_tokens(inputs.evaluation[:_ROWS], model)[0]
     for name in (c.COARSE, "w4a4", "nvfp4"):
         error = quant.rounding_error(plain.model, params, quant.setting_named(name), tokens)
-        found[f"last_state_error_{name}"] = error["last_state_error"]
+        found[f"last_state_error_{name}"] = error.last_state
     predictors = analysis.measure(plain, [tokens], analysis.observe_predictors)
     found |= analysis.finalize(predictors)
     say("predictors")
@@ -328,14 +321,7 @@ _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0
 
 def _cached(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     """Measures perplexity with keys and values of few bits, with and without the first token's in float."""
-    found = {}
-    for name, (bits, first) in _CACHES.items():
-        model = quant.rounded_cache(loaded.model, bits, first)
-        found[f"perplexity_{name}"] = perplexity(
-            validation_loss_nats(loaded.config, loaded.params, inputs, model=model)
-        )
-        say(name)
-    return Measured(found)
+    return Measured(cached_perplexities(loaded, inputs, _CACHES, say))
 
 
 def _gained(variant: str, bits: int) -> Any:

@@ -3,9 +3,9 @@
 from orthojax.experiments import claims as c
 from orthojax.experiments.base import BACKCOPY_MODEL, MAIN_MODEL, cured
 from orthojax.experiments.claims import Claim, Metric
-from orthojax.experiments.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
 from orthojax.experiments.study import Study, grid
-from orthojax.experiments.tables import Columns
+from orthojax.report.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
+from orthojax.report.tables import Columns
 
 SINK = Metric("sink_attention_rest")
 

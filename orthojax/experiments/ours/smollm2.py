@@ -15,13 +15,13 @@ import numpy as np
 
 from orthojax import quant
 from orthojax.experiments.claims import COARSE, PPL, Claim, Expr, Metric, lost, smallest
-from orthojax.experiments.pictures import Bars
 from orthojax.experiments.study import Row, Study
-from orthojax.experiments.tables import Columns
 from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.model.cache import KVCache
 from orthojax.ops import cross_entropy
 from orthojax.quant import QuantizationSetting
+from orthojax.report.pictures import Bars
+from orthojax.report.tables import Columns
 from orthojax.train import load
 
 NAME = "smollm2"

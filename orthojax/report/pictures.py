@@ -1,4 +1,4 @@
-"""Pictures of studies: numbers by layer and by step, bars, points and maps.
+"""Pictures of results: numbers by layer and by step, bars, points and maps.
 
 A picture is called with `Results` and returns any number of `Picture`s; it raises `Missing` if a run that it reads is
 gone, as for committed results, and is then skipped. Colour shows the optimizer and line style the normalizer. `metrics`
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orthojax.analysis.catalogue import chance, conditions
-from orthojax.experiments.figures import COLORS, DASHES, Curve, Look, Scale, bars, by_key, lines, numbers, scatter
-from orthojax.experiments.report import Picture
-from orthojax.experiments.results import Missing, Quantity, Result, Results, as_quantity, case_in
-from orthojax.experiments.tables import Quantities, quantities
 from orthojax.formatting import percent
+from orthojax.report.figures import COLORS, DASHES, Curve, Look, Scale, bars, by_key, lines, numbers, scatter
+from orthojax.report.page import Picture
+from orthojax.report.results import Missing, Quantity, Result, Results, as_quantity, case_in
+from orthojax.report.tables import Quantities, quantities
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
@@ -149,11 +149,11 @@ def _curves(
     return [Picture(name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
 
 
-def headlines(results: Results) -> list[Picture]:
-    """Draws the numbers on top of the page as shown there, the means over seeds."""
+def headlines(results: Results, shown: Sequence[tuple[str | Quantity, str, str]]) -> list[Picture]:
+    """Draws the numbers on top of the page, (metric, variant before, variant after): means over seeds."""
     panels: dict[str, dict[str, tuple[list[float], str]]] = {}
     levels: dict[str, float] = {}
-    for metric, *names in results.study.headlines:
+    for metric, *names in shown:
         of = as_quantity(metric)
         with contextlib.suppress(Missing):
             found = {name: (results[name].values(of), of.text(results[name][of])) for name in names}

@@ -1,4 +1,4 @@
-"""Tables of studies: metrics of each variant, and changes paired by seed."""
+"""Tables of results: metrics of each variant, and changes paired by seed."""
 
 import dataclasses
 import math
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from orthojax.experiments.report import Cell, Table
-from orthojax.experiments.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
 from orthojax.formatting import percent, signed
+from orthojax.report.page import Cell, Table
+from orthojax.report.results import Missing, Numbers, Quantity, Result, Results, as_quantity, case_in, pairs
 
 Quantities = str | Sequence[str | Quantity]  # names of metrics separated by spaces, or several of them
 
@@ -38,13 +38,14 @@ class Columns:
     caption: str
     metrics: Quantities
     rows: str = ""
+    heading: str = ""  # of the names
 
     def __call__(self, results: Results) -> Table:
         """Builds the table; a metric that no variant has gets no column."""
         shown = results.matching(self.rows)
         columns = [of for of in quantities(self.metrics) if any(result.values(of) for result in shown)]
         rows = [[result.name, *(cell(result, quantity) for quantity in columns)] for result in shown]
-        return Table(self.caption, ["", *(quantity.label for quantity in columns)], rows)
+        return Table(self.caption, [self.heading, *(quantity.label for quantity in columns)], rows)
 
 
 @dataclasses.dataclass(frozen=True)

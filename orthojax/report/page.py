@@ -113,7 +113,7 @@ def write_report(report: Report, workdir: Path) -> None:
         images.append((source, picture.caption))
     write_text(workdir / "report.md", markdown(report))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orthojax.experiments", "templates"),
+        loader=jinja2.PackageLoader("orthojax.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )

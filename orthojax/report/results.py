@@ -1,4 +1,4 @@
-"""Numbers of a study by variant and seed, as claims, tables and figures read them."""
+"""Numbers by variant and seed, as claims, tables and figures read them."""
 
 import dataclasses
 import io
@@ -14,8 +14,8 @@ import numpy as np
 from orthojax.analysis.catalogue import define, label
 from orthojax.config import Config
 from orthojax.errors import UserError
+from orthojax.files import read_json_lines
 from orthojax.formatting import number, share
-from orthojax.train import read_metrics
 
 
 class Missing(Exception):
@@ -178,7 +178,8 @@ class Result:
         paths = [self.folders[seed] / "metrics.jsonl" for seed in self.seeds if seed in self.folders]
         if not paths or not all(path.exists() for path in paths):
             raise Missing(f"metrics.jsonl of {self.name}")
-        runs = [{line["step"]: line[key] for line in read_metrics(path) if _is_number(line.get(key))} for path in paths]
+        logs = [read_json_lines(path, "metrics file") for path in paths]
+        runs = [{of["step"]: of[key] for of in log if all(map(_is_number, map(of.get, ("step", key))))} for log in logs]
         steps = sorted(set.intersection(*(set(run) for run in runs)))
         if not steps:
             raise Missing(f"{key} of {self.name}")
@@ -190,30 +191,10 @@ def _is_number(value: Any) -> bool:
 
 
 class Results(Mapping[str, Result]):
-    """A study with its rows: variant -> `Result`, in the order of the study; also by the names in `aliases`."""
+    """Variant -> `Result`, in order; also by the names in `aliases`."""
 
-    def __init__(self, study: Any, raw: Mapping[str, Any], configs: Mapping[str, Config], workdir: Path = Path()):
-        """Sorts the rows of `raw`, a results.json in `workdir`; `configs` are those of the variants that are models."""
-        self.study, self.raw, self.scale = study, raw, raw["scale"]
-        self.seeds = tuple(raw["provenance"].get("seeds", (0,)))
-        rows: dict[str, list[Mapping[str, Any]]] = {name: [] for name in configs}
-        for row in raw["rows"]:
-            rows.setdefault(row["variant"], []).append(row)
-        paper = study.paper_at(self.scale)
-        self._results = {}
-        for name, of in rows.items():
-            config = configs.get(name)
-            done = [row for row in of if row["metrics"] and "failed" not in row]
-            self._results[name] = Result(
-                name,
-                config,
-                {row["seed"]: Numbers(row["metrics"], config) for row in done},
-                Numbers(paper.get(name, {})),
-                given=any("given" in row for row in of),
-                folders={row["seed"]: workdir / row["run"] for row in done if "run" in row},
-                started=bool(of),
-            )
-        self.aliases: Mapping[str, str] = study.aliases(self) if study.aliases else {}
+    def __init__(self, results: Mapping[str, Result]):
+        self._results, self.aliases = dict(results), {}
 
     def __getitem__(self, name: str) -> Result:
         name = self.aliases.get(name, name)
@@ -240,10 +221,6 @@ class Results(Mapping[str, Result]):
         if not patterns:
             return list(self.values())
         return [of for of in self.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
-
-    def failures(self) -> list[str]:
-        """Returns a line for each run that did not finish."""
-        return [f"{row['variant']}, seed {row['seed']}: {row['failed']}" for row in self.raw["rows"] if "failed" in row]
 
 
 def case_in(pattern: str, name: str) -> str | None:

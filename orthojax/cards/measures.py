@@ -1,0 +1,239 @@
+"""The measurement of a model for its card, in stages that are kept."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orthojax import analysis, quant
+from orthojax.config import Config
+from orthojax.data.tokenizers import Tokenizer
+from orthojax.errors import UserError
+from orthojax.files import finite, kept, read_with_digest
+from orthojax.model import LoadedModel, Transformer
+from orthojax.ops.cross_entropy import perplexity
+from orthojax.train import Inputs, evaluate_by_head, rounded_perplexities
+from orthojax.train.evaluation import (
+    Settings,
+    cached_perplexities,
+    knock_out,
+    rotated_perplexities,
+    sliding_loss_nats,
+    streamed_perplexities,
+)
+
+FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", *quant.FLOATS)
+QUICK = ("int8_coarse", "w4a4")
+ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
+CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float
+SINKS = 4  # tokens that stay in view when a text is streamed
+_PROPAGATED, _PROPAGATED_ROWS, _STREAMED_ROWS = ("int8_coarse", "w4a4"), 2, 4
+
+Plan = dict[str, tuple[Callable[[], dict[str, Any]], tuple[Any, ...]]]  # stage -> its function, and options of it
+
+
+class Stages:
+    """The finished parts of a measurement, each in its own file."""
+
+    def __init__(self, folder: Path | None, subject: Any = None, say: Callable[[str], object] = lambda what: None):
+        """Keeps parts in an existing folder, None for none; those there of the same JSON value `subject` are reused."""
+        self._folder, self._subject, self._say = folder, subject, say
+
+    def __call__(self, name: str, compute: Callable[[], Any], *options: Any) -> Any:
+        """Returns the JSON value that `compute` makes, or made earlier with these options; arrays become lists.
+
+        For a UserError it is {"left_out": its message}, and is not kept.
+        """
+        plain = lambda: json.loads(json.dumps(compute(), default=lambda array: array.tolist()))  # noqa: E731
+        try:
+            part = self._kept(self._folder, name, plain, options) if self._folder else plain()
+        except UserError as error:
+            part = {"left_out": str(error).partition("\n")[0]}
+        self._say(name)
+        return part
+
+    def _kept(self, folder: Path, name: str, compute: Callable[[], Any], options: Any) -> Any:
+        path, subject = folder / f"{name}.json", json.dumps({"of": self._subject, "with": options})
+        key, kept_key = hashlib.sha256(subject.encode()).hexdigest(), None
+        with contextlib.suppress(UserError):  # a missing or damaged part is computed
+            kept_key = read_with_digest(path, "stage").get("of")
+        if kept_key != key:
+            path.unlink(missing_ok=True)
+        return kept(path, "stage", lambda: {"of": key, "found": compute()})["found"]
+
+
+def identity(place: Path, workdir: Path) -> list[Any]:
+    """Returns the names, sizes and times of a model's files, which change with them, without those in the workdir."""
+    own = workdir.resolve()
+    files = (
+        [place]
+        if place.is_file()
+        else sorted(path for path in place.rglob("*") if path.is_file() and own not in path.resolve().parents)
+    )
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def default_settings(quick: bool = False) -> Settings:
+    """Returns the quantisation settings of a card, or two of them, by name."""
+    return {name: quant.setting_named(name) for name in (QUICK if quick else FORMATS)}
+
+
+class Measured(NamedTuple):
+    """A measured model."""
+
+    config: Config
+    metrics: dict[str, float]  # the finite ones
+    arrays: dict[str, np.ndarray]  # by head or channel, of `evaluate_by_head` and `knock_out`
+    sections: dict[str, Any]  # the other parts of the card, JSON values
+
+
+def prepared(loaded: LoadedModel, length: int, batch_size: int) -> LoadedModel:
+    """Returns a model whose config has the length of the rows, and the rows of a batch."""
+    config = loaded.config
+    data = dataclasses.replace(config.data, sequence_length=length)
+    evaluation = dataclasses.replace(config.eval, batch_size=batch_size)
+    return loaded._replace(config=dataclasses.replace(config, data=data, eval=evaluation))
+
+
+def measure_model(loaded: LoadedModel, inputs: Inputs) -> Measured:
+    """Measures a model in float, in one pass over the rows.
+
+    Raises:
+      UserError: For token ids or a length that the model does not support, or a model that is not causal.
+    """
+    return Measured(loaded.config, **_statistics(loaded, inputs))
+
+
+def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
+    model, rows, T = loaded.config.model, inputs.evaluation, inputs.evaluation.shape[1] - 1
+    if model.attention_mask != "causal":
+        problem = f"rows of next tokens for a model with attention_mask={model.attention_mask!r}"
+        raise UserError(problem, allowed="a causal model; orthojax evaluate measures others on their own data")
+    if rows.min() < 0 or rows.max() >= model.vocab_size:
+        wrong = rows.min() if rows.min() < 0 else rows.max()
+        raise UserError(f"token id {wrong} is not the model's", allowed=f"0 to {model.vocab_size - 1}")
+    if model.position == "learned" and model.max_length < T:
+        raise UserError(f"rows of {T} tokens are longer than the model's positions", allowed=f"1 to {model.max_length}")
+    metrics, arrays, extremes = evaluate_by_head(loaded, inputs)
+    metrics = finite(metrics)
+    tokens, sections = rows[:, :T], {"largest_activations": [], "secondary_sinks": []}
+    if extremes is not None:
+        sections["largest_activations"] = analysis.largest_activations(extremes, tokens)
+        sections["secondary_sinks"] = analysis.secondary_sinks(extremes, tokens)
+    named = {
+        section: [of._asdict() | {"text": token_text(loaded.tokenizer, of.token)} for of in entries]
+        for section, entries in sections.items()
+    }
+    return {"metrics": metrics, "arrays": arrays, "sections": named}
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """Returns a token as text, for a special one its name, or its number."""
+    if tokenizer is None:
+        return str(token)
+    named = getattr(tokenizer.backend, "id_to_token", None)
+    return tokenizer.decode([token]) or (named(token) if named else None) or str(token)
+
+
+def plan(
+    loaded: LoadedModel,
+    inputs: Inputs,
+    settings: Settings,
+    *,
+    quick: bool = False,
+    quantize_head: bool = False,
+    knock_out_rows: int = 0,
+    sliding: tuple[np.ndarray, int] | None = None,
+) -> Plan:
+    """Returns the stages of `measure` in order.
+
+    Args:
+      loaded: The model, with length and batch of the evaluation in its config: see `prepared`.
+      inputs: Rows of text.
+      settings: Quantisation by name.
+      quick: Leave out rotation, propagated errors, caches and streaming.
+      quantize_head: Also round the output head.
+      knock_out_rows: Number of rows on which every part is removed in turn.
+      sliding: Tokens of a text, int32 [tokens], and how far apart windows over it begin.
+    """
+    stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs), ())}
+    more = {} if quick else settings
+    for name in filter(more.__contains__, _PROPAGATED):
+        stages[f"{name}_error"] = lambda of=settings[name]: _propagated(loaded, inputs, of), ()
+    for name in settings:
+        options: Any = {"settings": {name: settings[name]}, "quantize_head": quantize_head}
+        stages[name] = lambda of=options: rounded_perplexities(loaded, inputs, **of), (quantize_head,)
+    for name in filter(more.__contains__, ROTATED):
+        stages[f"{name}_rotated"] = lambda of={name: settings[name]}: rotated_perplexities(loaded, inputs, of), ()
+    for name in CACHES if not quick else ():
+        stages[name] = lambda of={name: CACHES[name]}: cached_perplexities(loaded, inputs, of), ()
+    if knock_out_rows:
+        stages["knock_out"] = lambda: knock_out(loaded, inputs, knock_out_rows), (knock_out_rows,)
+    if sliding is not None:
+        tokens, T = sliding[0], inputs.evaluation.shape[1] - 1
+        which = hashlib.sha256(tokens.tobytes()).hexdigest(), T, sliding[1]
+        stages["sliding"] = lambda: {"perplexity": perplexity(sliding_loss_nats(loaded, tokens, T, sliding[1]))}, which
+    if not quick:
+        stages["streaming"] = lambda: streamed_perplexities(loaded, inputs.evaluation[:_STREAMED_ROWS], SINKS), ()
+    return stages
+
+
+def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages) -> Measured:
+    """Measures a model by a plan for it and these settings, whose stages are kept.
+
+    Raises:
+      UserError: As for `measure_model`.
+    """
+    parts: dict[str, dict[str, Any]] = {}
+    for name, (compute, chosen) in plan.items():
+        parts[name] = stages(name, compute, *chosen)
+        if name in ("statistics", "sliding") and "left_out" in parts[name]:
+            raise UserError(parts[name]["left_out"])
+    metrics, arrays, sections = (dict(parts["statistics"][key]) for key in ("metrics", "arrays", "sections"))
+    model, part = loaded.config.model, lambda name: parts.get(name, {})
+    cost = functools.partial(_cost, whole=metrics.get("perplexity"))
+    metrics |= {key: value for name in settings for key, value in part(name).items() if key != "left_out"}
+    metrics |= {f"sliding_{key}": value for key, value in part("sliding").items()}
+    arrays |= {key: value for key, value in part("knock_out").items() if key != "left_out"}
+    errors = {name: part(f"{name}_error") for name in settings}
+    sections["rounding"] = [
+        {"format": name} | cost(name, part(name) | part(f"{name}_rotated"), ("", "_rotated", "_with_head"))
+        | {key: value for key, value in errors[name].items() if key == "last_state_error"}
+        for name in settings
+    ]  # fmt: skip
+    sections["sqnr_db"] = {name: error["sqnr_db"] for name, error in errors.items() if "sqnr_db" in error}
+    # Besides its bits, each head's keys have a scale and a smallest value of 16, as have its values.
+    sections["kv_cache"] = [
+        {"format": name, "bytes_per_token": model.num_layers * model.kv_heads
+         * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)} | cost(name, parts[name])
+        for name, (bits, _) in CACHES.items() if name in parts
+    ]  # fmt: skip
+    sections["streaming"] = part("streaming")
+    return Measured(loaded.config, metrics, {name: np.array(of) for name, of in arrays.items()}, sections)
+
+
+def _cost(name: str, part: Mapping[str, Any], kinds: Sequence[str] = ("",), *, whole: float | None) -> dict[str, Any]:
+    """Returns the perplexities of a format by kind and what is lost of the float one, or why one is missing."""
+    entry = {key: value for key, value in part.items() if key == "left_out"}
+    for kind in kinds:
+        value = part.get(f"perplexity_{name}{kind}")
+        if value is not None and whole is not None:
+            entry |= {f"perplexity{kind}": value, f"lost{kind}": value / whole - 1}
+    return entry
+
+
+def _propagated(loaded: LoadedModel, inputs: Inputs, setting: quant.QuantizationSetting) -> dict[str, Any]:
+    tokens = inputs.evaluation[:_PROPAGATED_ROWS, :-1]
+    error = quant.rounding_error(Transformer(loaded.config.model), loaded.params, setting, tokens)
+    sqnr_db = {}
+    for path, of in error.linear.items():
+        ratios = finite({"whole": of.whole, "inherited": of.inherited, "added": of.added})  # infinite without noise
+        if ratios:
+            sqnr_db[path] = ({} if of.layer is None else {"layer": of.layer}) | ratios
+    return {"last_state_error": error.last_state, "sqnr_db": sqnr_db}

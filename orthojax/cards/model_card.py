@@ -1,0 +1,132 @@
+"""The card of a model: what the papers and related work measure, as one JSON object.
+
+docs/card.schema.json describes it.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import numpy as np
+
+from orthojax import analysis
+from orthojax.cards.measures import Measured, Settings, Stages, default_settings, measure, plan, prepared
+from orthojax.cards.text import rows_of_ids
+from orthojax.errors import UserError
+from orthojax.files import parse_json, require_file
+from orthojax.machine import environment
+from orthojax.model import LoadedModel, linear, parameter_count
+from orthojax.train import Inputs, settings_that_do_not_fit
+
+SCHEMA = "orthojax-card-1"
+
+
+def card(
+    loaded: LoadedModel,
+    rows: Any,
+    *,
+    name: str = "",
+    source: str = "",
+    settings: Settings | None = None,
+    quick: bool = False,
+    quantize_head: bool = False,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Measures a model as `orthojax analyze` does, and returns the card that it writes.
+
+    Args:
+      loaded: A causal model, as `orthojax.load` returns it.
+      rows: Token ids, int [rows, length]: the model reads `length - 1` tokens of each row and predicts all but the
+        first. Or what `orthojax.cards.read_rows` returns for text, for which bits per byte are measured too.
+      name: Name of the model in the card; by default that of its folder or file.
+      source: Its path or name; by default where it was loaded from.
+      settings: Quantisation by name. By default those of a card, or two of them if `quick`, as far as they fit the
+        model; none for a model whose kernels are integers.
+      quick: Leave out rotations, propagated errors, caches of few bits and streaming.
+      quantize_head: Also round the output head.
+      batch_size: Rows of a batch; dynamic quantisation scales are taken per batch.
+
+    Returns:
+      A JSON object, described by docs/card.schema.json.
+
+    Raises:
+      UserError: For rows of another shape or dtype, ids or a length that the model does not support, a model that is
+        not causal, a setting that does not fit it, or a loss that is not finite.
+    """
+    inputs = rows if isinstance(rows, Inputs) else rows_of_ids(np.asarray(rows), "token ids", loaded.tokenizer)
+    loaded = prepared(loaded, inputs.evaluation.shape[1] - 1, batch_size)
+    if settings is None:
+        settings = default_settings(quick) if loaded.model.linear is linear else {}
+        unfit = settings_that_do_not_fit(loaded, settings)
+        settings = {of: setting for of, setting in settings.items() if of not in unfit}
+    stages = plan(loaded, inputs, settings, quick=quick, quantize_head=quantize_head)
+    measured = measure(loaded, settings, stages, Stages(None))
+    if "loss_nats" not in measured.metrics:
+        raise UserError("the loss of the model is not finite", allowed="parameters and activations that are")
+    about = environment() | {"text": inputs.provenance}
+    return make_card(name or loaded.source.name, source or str(loaded.source), measured, about)
+
+
+def make_card(name: str, source: str, measured: Measured, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the card of a measured model: JSON values, described by docs/card.schema.json."""
+    config, metrics = measured.config, []
+    model, given = config.model, analysis.conditions(config)
+    for key, value in measured.metrics.items():
+        definition = analysis.define(key)
+        if "/" in key or definition is None or definition.group == "quantisation":
+            continue
+        layers = [measured.metrics.get(f"{key}/layer_{i}") for i in range(model.num_layers)]
+        entry = {"name": key, "value": value, "measured_as": definition.definition, "source": definition.source}
+        entry |= {"by_layer": layers} if any(of is not None for of in layers) else {}
+        chance = analysis.chance(key, given)
+        metrics.append(entry | ({} if chance is None else {"chance": chance}))
+    kinds = {"normalizer": model.normalizer, "norm": model.norm, "position": model.position, "block": model.block}
+    sizes = {"num_layers": model.num_layers, "d_model": model.d_model, "num_heads": model.num_heads,
+             "num_kv_heads": model.kv_heads, "vocab_size": model.vocab_size}  # fmt: skip
+    about = {"name": name, "source": source, "parameters": parameter_count(model)} | sizes | kinds
+    errors = {
+        name: {path: {kind: of[kind] for kind in of if kind != "layer"} for path, of in by_path.items()}
+        for name, by_path in measured.sections["sqnr_db"].items()
+    }
+    parts = {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics}
+    return _finite(parts | measured.sections | {"sqnr_db": errors})
+
+
+def _finite(value: Any) -> Any:
+    """Removes numbers that JSON cannot represent from JSON objects."""
+    if isinstance(value, dict):
+        kept = {key: _finite(of) for key, of in value.items()}
+        return {key: of for key, of in kept.items() if not isinstance(of, float) or math.isfinite(of)}
+    return [_finite(of) for of in value] if isinstance(value, list) else value
+
+
+def read_cards(path: Path) -> list[dict[str, Any]]:
+    """Reads a card, or a list of cards; raises UserError for any other file."""
+    require_file(path, "card")
+    values = parse_json(path.read_bytes(), f"card {path}")
+    cards = values if isinstance(values, list) else [values]
+    if not all(map(_is_card, cards)):
+        raise UserError(
+            f"{path} is not a card", allowed=f"a JSON file of the schema {SCHEMA}, as orthojax analyze writes"
+        )
+    return cards
+
+
+def _is_card(value: Any) -> bool:
+    """Returns whether a JSON value has the parts of the schema that `comparison` reads."""
+
+    def are(entries: Any, **kinds: type | UnionType) -> bool:
+        return isinstance(entries, list) and all(
+            isinstance(of, dict) and all(isinstance(of.get(name), kind) for name, kind in kinds.items())
+            for of in entries
+        )
+
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA or not are([value.get("model")], name=str):
+        return False
+    formats = [value.get(name, []) for name in ("rounding", "kv_cache")]
+    if not are(value.get("metrics"), name=str, value=int | float) or not all(are(of, format=str) for of in formats):
+        return False
+    shown = ("perplexity", "lost", "lost_rotated")
+    return all(isinstance(of.get(name, 0.0), int | float) for part in formats for of in part for name in shown)
