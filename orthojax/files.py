@@ -128,6 +128,14 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
+def identity(place: Path, workdir: Path | None = None) -> list[tuple[str, int, int]]:
+    """Returns names, sizes and times of a file, or of a folder's but those in the workdir; they change with content."""
+    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    own = workdir and workdir.resolve()
+    files = [path for path in files if own is None or own not in path.resolve().parents]
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
 def parse_json(text: str | bytes, what: str) -> Any:
     """Parses JSON that may be damaged.
 

@@ -68,17 +68,6 @@ class Stages:
         return kept(path, "stage", lambda: {"of": key, "found": compute()})["found"]
 
 
-def identity(place: Path, workdir: Path) -> list[Any]:
-    """Returns the names, sizes and times of a model's files, which change with them, without those in the workdir."""
-    own = workdir.resolve()
-    files = (
-        [place]
-        if place.is_file()
-        else sorted(path for path in place.rglob("*") if path.is_file() and own not in path.resolve().parents)
-    )
-    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
 def default_settings(quick: bool = False) -> Settings:
     """Returns the quantisation settings of a card, or two of them, by name."""
     return {name: quant.setting_named(name) for name in (QUICK if quick else FORMATS)}

@@ -144,9 +144,8 @@ def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any,
     from tqdm import tqdm
 
     from orthojax import __version__, cards
-    from orthojax.cards.measures import identity
     from orthojax.cards.text import read_text
-    from orthojax.files import make_folder
+    from orthojax.files import identity, make_folder
     from orthojax.train import load
 
     loaded, inputs = _open(load(place))

@@ -111,7 +111,7 @@ def main(_: list[str]) -> None:
     train.require_same_data(step_folder, inputs.provenance)
     loaded = train.load(step_folder)
     settings = fitting(loaded, settings)
-    stages = train.evaluation_stages(config, settings, quantize_head=FLAGS.quantize_head)
+    stages = 1 if inputs.task else 1 + (1 + FLAGS.quantize_head) * len(settings)
     options = {"quantize_head": FLAGS.quantize_head, "post_attention": FLAGS.post_attention}
     with tqdm(total=stages) as bar:
         metrics = train.evaluate(loaded, inputs, settings=settings, **options, on_progress=lambda _: bar.update())

@@ -21,7 +21,7 @@ from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
 from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, StudyResults, results_of
-from orthojax.files import finite, make_folder, read_with_digest, write_text, write_with_digest
+from orthojax.files import finite, identity, kept, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
 from orthojax.train import (
     DivergedError,
@@ -245,14 +245,9 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
 
 def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
     """Notes which files and data an existing model is measured with; UserError if what is stored is of others."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file()) if checkpoint.is_dir() else [checkpoint]
-    stats = [(str(path), path.stat()) for path in files]
-    weights = sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]).encode()).hexdigest()
-    now = {"files": weights, "data": sha256(json.dumps(inputs.provenance, sort_keys=True).encode()).hexdigest()}
-    path = run.folder / "measured_of.json"
-    if not path.exists():
-        write_with_digest(path, now)
-    before = read_with_digest(path, "note on a model")
+    texts = {"files": repr(identity(checkpoint)), "data": json.dumps(inputs.provenance, sort_keys=True)}
+    now = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    before = kept(run.folder / "measured_of.json", "note on a model", lambda: now)
     if changed := [name for name in now if before.get(name) != now[name]]:
         problem = f"{run.folder} has numbers of {checkpoint} with other {' and '.join(changed)}"
         raise UserError(problem, allowed="the same, or a new --workdir; without the folder it is measured again")

@@ -28,7 +28,6 @@ from orthojax.train.estimates import model_flops_utilization as model_flops_util
 from orthojax.train.estimates import opening as opening
 from orthojax.train.evaluation import evaluate as evaluate
 from orthojax.train.evaluation import evaluate_by_head as evaluate_by_head
-from orthojax.train.evaluation import evaluation_stages as evaluation_stages
 from orthojax.train.evaluation import rounded_perplexities as rounded_perplexities
 from orthojax.train.evaluation import settings_that_do_not_fit as settings_that_do_not_fit
 from orthojax.train.loading import find_model as find_model

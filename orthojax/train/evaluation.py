@@ -99,7 +99,7 @@ def evaluate(
     post_attention: bool = False,
     on_progress: Say = lambda what: None,
 ) -> Metrics:
-    """Measures all metrics of a trained model; `evaluation_stages` gives the number of parts.
+    """Measures all metrics of a trained model.
 
     Args:
       loaded: The model; its parameters may be on a mesh.
@@ -342,13 +342,6 @@ def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4)
         losses = stream_loss_nats(loaded, rows, size, first)[:, 2 * window :]
         metrics[f"perplexity_{name}"] = math.exp(float(losses.mean()))
     return metrics
-
-
-def evaluation_stages(config: Config, settings: Settings | None = None, *, quantize_head: bool = False) -> int:
-    """Returns the number of times that `evaluate` calls `on_progress`."""
-    if config.data.kind == "bigram_backcopy":
-        return 1
-    return 1 + (1 + quantize_head) * len(quant.SETTINGS if settings is None else settings)
 
 
 @functools.cache
