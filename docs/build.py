@@ -27,6 +27,7 @@ PACKAGES = {
     "orthojax.quant": "Quantisation",
     "orthojax.data": "Data",
     "orthojax.train": "Training",
+    "orthojax.cards": "Cards of models",
     "orthojax.config": "Configs",
     "orthojax.pretrained": "Pretrained models",
 }

@@ -66,6 +66,34 @@ def test_files_with_a_digest_are_read_until_they_are_changed(tmp_path):
             files.read_with_digest(path, "rows")
 
 
+def test_what_is_kept_is_made_once(tmp_path):
+    made = []
+    for _ in range(2):
+        assert files.kept(tmp_path / "a.json", "note", lambda: made.append(1) or {"x": 0.1}) == {"x": 0.1}
+    assert made == [1]
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("0.1", "0.2"))
+    with pytest.raises(UserError, match=r"a\.json or its arrays were changed"):
+        files.kept(tmp_path / "a.json", "note", dict)
+
+
+def test_lines_that_are_no_objects_are_left_out(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"a": 1}\n{"a"\n[2]\n\xff\n{"a": 3}')
+    assert files.read_json_lines(tmp_path / "log.jsonl", "log") == [{"a": 1}, {"a": 3}]
+    with pytest.raises(UserError, match="no such log"):
+        files.read_json_lines(tmp_path / "lg.jsonl", "log")
+
+
+def test_identity_of_a_folder_changes_with_its_files_outside_of_the_workdir(tmp_path):
+    (tmp_path / "model").write_text("a")
+    (tmp_path / "work").mkdir()
+    before = files.identity(tmp_path, tmp_path / "work")
+    assert before == files.identity(tmp_path / "model")
+    (tmp_path / "work/report").write_text("b")
+    assert files.identity(tmp_path, tmp_path / "work") == before != files.identity(tmp_path)
+    os.utime(tmp_path / "model", ns=(0, 0))
+    assert files.identity(tmp_path, tmp_path / "work") != before
+
+
 def test_only_regular_files_are_read(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")

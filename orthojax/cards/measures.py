@@ -168,7 +168,7 @@ def plan(
     if sliding is not None:
         tokens, T = sliding[0], inputs.evaluation.shape[1] - 1
         which = hashlib.sha256(tokens.tobytes()).hexdigest(), T, sliding[1]
-        stages["sliding"] = lambda: {"perplexity": perplexity(sliding_loss_nats(loaded, tokens, T, sliding[1]))}, which
+        stages["sliding"] = lambda: {"loss_nats": sliding_loss_nats(loaded, tokens, T, sliding[1])}, which
     if not quick:
         stages["streaming"] = lambda: streamed_perplexities(loaded, inputs.evaluation[:_STREAMED_ROWS], SINKS), ()
     return stages
@@ -189,7 +189,8 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
     model, part = loaded.config.model, lambda name: parts.get(name, {})
     cost = functools.partial(_cost, whole=metrics.get("perplexity"))
     metrics |= {key: value for name in settings for key, value in part(name).items() if key != "left_out"}
-    metrics |= {f"sliding_{key}": value for key, value in part("sliding").items()}
+    if "sliding" in parts:
+        metrics["sliding_perplexity"] = perplexity(parts["sliding"]["loss_nats"])
     arrays |= {key: value for key, value in part("knock_out").items() if key != "left_out"}
     errors = {name: part(f"{name}_error") for name in settings}
     sections["rounding"] = [

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LinearError(NamedTuple):
-    """Signal to quantisation noise of the outputs of one linear layer, in dB; infinite without noise."""
+    """Signal to quantisation noise of the outputs of one linear layer, in dB."""
 
     layer: int | None  # its block; None for the head
     whole: float
@@ -27,7 +27,7 @@ class LinearError(NamedTuple):
 
 
 class RoundingError(NamedTuple):
-    """What rounding does to a model."""
+    """What rounding does to a model, as `rounding_error` defines it."""
 
     last_state: float
     linear: dict[str, LinearError]  # by path, such as layers_0/attention/query
