@@ -27,6 +27,10 @@ class UserError(ValueError):
         super().__init__(printable("\n".join(filter(None, (problem, allowed and f"allowed: {allowed}", hint)))))
 
 
+class NonFiniteError(UserError):
+    """Weights, activations or a loss are NaN or infinite, so that nothing that is computed from them says anything."""
+
+
 class Interrupted(Exception):
     """A signal asked the run to stop, and its state is saved; the step is given if it is known."""
 

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import functools
 import math
 import shutil
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tiny_run import TINY, assert_trees_close, inputs, loaded, rows
+from tiny_run import TINY, assert_trees_close, drawn_params, inputs, loaded, rows
 
+import orthojax
+from orthojax import analysis
 from orthojax.config import replace
 from orthojax.data import BigramBackcopy, default_text
-from orthojax.errors import UserError
+from orthojax.errors import NonFiniteError, UserError
+from orthojax.model import llama2
 from orthojax.places import locate
+from orthojax.pretrained import write_folder
 from orthojax.train import (
     Inputs,
     evaluate,
@@ -350,3 +355,30 @@ def test_nothing_is_kept_without_a_home(jax_settings, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no such model"):
         locate("no-such/model")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [2, np.inf, np.nan], ids=str)
+def test_a_model_that_is_not_finite_is_no_cured_one(tmp_path, size):
+    """Every share of NaN would be 0: no sink, no outlier."""
+    sizes = {"vocab_size": 32, "max_length": 8, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_mlp": 32}
+    config = dataclasses.replace(TINY, model=llama2("tiny", **sizes, scan_layers=False))
+    params = drawn_params(config.model)
+    params["layers_1"]["mlp"]["input"]["kernel"] = params["layers_1"]["mlp"]["input"]["kernel"].at[0, 0].set(size)
+    model = loaded(config, params)
+    write_folder(tmp_path / "model", config.model, params)
+    if np.isfinite(size):
+        assert evaluate(model, inputs(), settings={})["kurtosis_first"] > 0
+        assert orthojax.load(tmp_path / "model").params
+        return
+    with pytest.raises(NonFiniteError, match="hidden states of layer 1 are not finite"):
+        evaluate(model, inputs(), settings={})
+    with pytest.raises(NonFiniteError, match=r"mlp/input/kernel has values that are not finite"):
+        orthojax.load(tmp_path / "model")
+    tokens = rows(0)[:, :8]
+    found = analysis.finalize(analysis.measure(model, [tokens], analysis.observe_language_model))
+    shares = ("kurtosis_first", "kurtosis_rest", "norm_ratio_rest", "residual_norm_first")
+    assert not any(math.isfinite(found[name]) for name in shares)
+    weights = jnp.full((1, 2, 4, 4), jnp.nan)
+    for share in (analysis.first_attention_fraction, analysis.gu_sink_rate):
+        assert math.isnan(share(weights))
+    assert math.isnan(analysis.sink_rate(jnp.array([0.5, jnp.nan])))

@@ -40,7 +40,12 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
     weights = attention_weights(weights)
     others = jnp.max(weights[..., 1:], axis=-1, initial=0.0)  # at least 0: an all-zero row must not win
     wins = weights[..., 0] > others
-    return jnp.count_nonzero(wins) / wins.size
+    return _unless_nan(weights, jnp.count_nonzero(wins) / wins.size)
+
+
+def _unless_nan(of: jax.Array, share: jax.Array) -> jax.Array:
+    """Returns a share, or nan if it is of numbers with a NaN, which no comparison shows."""
+    return jnp.where(jnp.isnan(jnp.sum(of)), jnp.nan, share).astype(jnp.float32)
 
 
 def first_attention_mass_by_head(weights: ArrayLike) -> jax.Array:
@@ -65,7 +70,8 @@ def sink_rate(mass_by_head: ArrayLike, threshold: float = SINK) -> jax.Array:
     >>> float(sink_rate(jnp.array([[0.9, 0.1], [0.3, 0.31]])))
     0.5
     """
-    return jnp.mean(jnp.asarray(mass_by_head) > threshold, dtype=jnp.float32)
+    mass = jnp.asarray(mass_by_head)
+    return _unless_nan(mass, jnp.mean(mass > threshold, dtype=jnp.float32))
 
 
 def mean_weights_by_key(weights: ArrayLike, visible: ArrayLike | None = None) -> jax.Array:
@@ -111,7 +117,7 @@ def gu_sink_rate(
     """
     alpha = mean_weights_by_key(weights, visible)
     alpha = jnp.max(alpha, axis=-1) if any_key else alpha[..., 0]
-    return jnp.mean(alpha > threshold, dtype=jnp.float32)
+    return _unless_nan(alpha, jnp.mean(alpha > threshold, dtype=jnp.float32))
 
 
 def chance_of_first(

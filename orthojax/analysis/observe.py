@@ -252,7 +252,8 @@ def _means(statistics: Statistics) -> dict[str, np.ndarray]:
         with np.errstate(invalid="ignore", divide="ignore"):
             means[name] = total.astype(np.float64) / count.reshape(count.shape + (1,) * (total.ndim - count.ndim))
     if "first_attention_mass" in means:
-        means["sink_rate"] = np.mean(means["first_attention_mass"] > attention.SINK, axis=-1)
+        mass = means["first_attention_mass"]
+        means["sink_rate"] = np.where(np.isnan(mass).any(-1), np.nan, np.mean(mass > attention.SINK, axis=-1))
     if "activity" in means:
         means |= _of_backcopy(means)
     means |= {name: value.astype(np.float64) for name, value in statistics.maximum.items()}

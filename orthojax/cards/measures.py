@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,7 +214,9 @@ def _cost(name: str, part: Mapping[str, Any], kinds: Sequence[str] = ("",), *, w
     entry = {key: value for key, value in part.items() if key == "left_out"}
     for kind in kinds:
         value = part.get(f"perplexity_{name}{kind}")
-        if value is not None and whole is not None:
+        if value is not None and not math.isfinite(value):
+            entry["left_out"] = f"the perplexity{kind} overflows"
+        elif value is not None and whole is not None:
             entry |= {f"perplexity{kind}": value, f"lost{kind}": value / whole - 1}
     return entry
 

@@ -115,6 +115,9 @@ def main(_: list[str]) -> None:
     options = {"quantize_head": FLAGS.quantize_head, "post_attention": FLAGS.post_attention}
     with tqdm(total=stages) as bar:
         metrics = train.evaluate(loaded, inputs, settings=settings, **options, on_progress=lambda _: bar.update())
+    for name in metrics.keys() - finite(metrics).keys():
+        if name.startswith("perplexity_"):
+            print(f"{name} is left out: the rounded model overflows", file=sys.stderr)
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
     # Before it is written, so that a full disk does not lose it.
     print(json.dumps(result) if FLAGS.json else "\n".join(overview(metrics, config)), flush=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orthojax.config import Config, changed_fields, replace
-from orthojax.errors import Interrupted, UserError, nearest
+from orthojax.errors import Interrupted, NonFiniteError, UserError, nearest
 from orthojax.experiments.costs import step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
 from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
@@ -237,7 +237,7 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
 
         for measure in (*ALWAYS, *([ROUNDING] if study.rounding else []), *study.measures):
             row["metrics"] |= measure.of(run.folder, loaded, inputs, lambda part: say(f"measured {part}"))
-    except (DivergedError, jax.errors.JaxRuntimeError) as error:
+    except (NonFiniteError, jax.errors.JaxRuntimeError) as error:
         row["failed"] = (str(error) or type(error).__name__).splitlines()[0]
         say(row["failed"], now=True)
     return row

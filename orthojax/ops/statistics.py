@@ -84,6 +84,7 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     # The rounded mean of equal values can differ from them, so compare the values themselves.
     constant = low == high
     constant |= scale < jnp.finfo(x.dtype).tiny / jnp.finfo(x.dtype).eps  # below that the mean may underflow
+    constant &= jnp.isfinite(mean)  # on a CPU the smallest and the largest of values with a NaN may be those of others
     # A vector with some spread in place of a constant one keeps the gradient finite.
     stand_in = jnp.ones_like(centred)
     squared = jnp.square(jnp.where(constant, stand_in, centred / jnp.where(constant, 1.0, scale)))
@@ -106,6 +107,8 @@ def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
     """
     x = at_least_float32(x)
     peak = jnp.max(jnp.abs(x), axis, keepdims=True)
+    has_nan = jnp.isnan(jnp.sum(x, axis, keepdims=True))  # which the largest of them may not be, as in `kurtosis`
+    peak = jnp.where(has_nan, jnp.nan, peak)
     zero, factor = peak < jnp.finfo(x.dtype).tiny, shrink(peak)
     # Relative to the peak the squares neither overflow nor vanish, and the ratio is 1 over the norm.
     relative = jnp.where(zero, 1.0, x * factor / jnp.where(zero, 1.0, peak * factor))

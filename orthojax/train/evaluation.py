@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from orthojax import analysis, quant
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy
-from orthojax.errors import UserError
+from orthojax.errors import NonFiniteError, UserError
 from orthojax.files import finite
 from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh_of
 from orthojax.model.generation import stream_loss_nats
@@ -146,8 +146,24 @@ def _measure(
     loaded: LoadedModel, inputs: Inputs, interventions: Interventions | None, **text_options: bool
 ) -> tuple[Metrics, dict[str, np.ndarray], Any]:
     if inputs.task is None:
-        return _measure_text(loaded, inputs, interventions, **text_options)
-    return *_measure_task(loaded, inputs, inputs.task, interventions), None
+        measured = _measure_text(loaded, inputs, interventions, **text_options)
+    else:
+        measured = *_measure_task(loaded, inputs, inputs.task, interventions), None
+    if interventions is None:
+        _require_finite(measured[0], loaded)
+    return measured
+
+
+def _require_finite(metrics: Metrics, loaded: LoadedModel) -> None:
+    """Refuses a model whose hidden states or loss are not finite: shares of them would look like those of a cure."""
+    for name in ("kurtosis_first", "kurtosis_rest", "max_abs_first", "residual_norm_rest"):
+        layers = (metrics.get(f"{name}/layer_{i}", 0.0) for i in range(loaded.config.model.num_layers))
+        if (first := next((i for i, value in enumerate(layers) if not math.isfinite(value)), None)) is not None:
+            problem = f"{loaded.source}: hidden states of layer {first} are not finite"
+            raise NonFiniteError(problem, allowed="a model in which nothing overflows")
+    if not math.isfinite(metrics["loss_nats"]):
+        problem = f"{loaded.source}: the loss is {metrics['loss_nats']}"
+        raise NonFiniteError(problem, allowed="a model whose logits are finite")
 
 
 def _measure_task(

@@ -6,12 +6,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, flatten, replace
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.tokenizers import Tokenizer
-from orthojax.errors import UserError
+from orthojax.errors import NonFiniteError, UserError
 from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
 from orthojax.places import find_place, is_pretrained
 from orthojax.pretrained import (
@@ -39,12 +41,19 @@ def load(path: str | Path) -> LoadedModel:
 
     Raises:
       UserError: If there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
-        safetensors also without the extra `pretrained`.
+        safetensors also without the extra `pretrained`. NonFiniteError for weights that are NaN or infinite.
     """
     folder, config = find_model(path)
     if is_pretrained(folder):
-        return _load_pretrained(folder, config)
-    return LoadedModel(Transformer(config.model), read_params(folder), config, _tokenizer(folder, config), folder)
+        loaded = _load_pretrained(folder, config)
+    else:
+        tokenizer = _tokenizer(folder, config)
+        loaded = LoadedModel(Transformer(config.model), read_params(folder), config, tokenizer, folder)
+    for name, leaf in jax.tree.leaves_with_path(loaded.params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
+            tensor = jax.tree_util.keystr(name, simple=True, separator="/")
+            raise NonFiniteError(f"{folder}: {tensor} has values that are not finite", allowed="finite weights")
+    return loaded
 
 
 def find_model(path: str | Path) -> tuple[Path, Config]:

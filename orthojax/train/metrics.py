@@ -17,7 +17,7 @@ import jax
 
 from orthojax import analysis
 from orthojax.config import Config, flatten
-from orthojax.errors import UserError
+from orthojax.errors import NonFiniteError, UserError
 from orthojax.files import read_json_lines, write_text
 from orthojax.formatting import number
 from orthojax.ops.cross_entropy import perplexity
@@ -26,7 +26,7 @@ from orthojax.train.evaluation import Probed, probe_metrics
 from orthojax.train.step import StepMetrics
 
 
-class DivergedError(UserError):
+class DivergedError(NonFiniteError):
     """The run cannot continue, because a loss, a gradient or the parameters are not finite."""
 
 
