@@ -229,4 +229,4 @@ def _propagated(loaded: LoadedModel, inputs: Inputs, setting: quant.Quantization
         ratios = finite({"whole": of.whole, "inherited": of.inherited, "added": of.added})  # infinite without noise
         if ratios:
             sqnr_db[path] = ({} if of.layer is None else {"layer": of.layer}) | ratios
-    return {"last_state_error": error.last_state, "sqnr_db": sqnr_db}
+    return finite({"last_state_error": error.last_state}) | {"sqnr_db": sqnr_db}

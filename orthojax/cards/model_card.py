@@ -3,7 +3,6 @@
 docs/card.schema.json describes it.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -53,7 +52,7 @@ def card(
 
     Raises:
       UserError: For rows of another shape or dtype, ids or a length that the model does not support, a model that is
-        not causal, a setting that does not fit it, or a loss that is not finite.
+        not causal, or a setting that does not fit it; NonFiniteError if hidden states or loss are not finite.
     """
     inputs = rows if isinstance(rows, Inputs) else rows_of_ids(np.asarray(rows), "token ids", loaded.tokenizer)
     loaded = prepared(loaded, inputs.evaluation.shape[1] - 1, batch_size)
@@ -63,8 +62,6 @@ def card(
         settings = {of: setting for of, setting in settings.items() if of not in unfit}
     stages = plan(loaded, inputs, settings, quick=quick, quantize_head=quantize_head)
     measured = measure(loaded, settings, stages, Stages(None))
-    if "loss_nats" not in measured.metrics:
-        raise UserError("the loss of the model is not finite", allowed="parameters and activations that are")
     about = environment() | {"text": inputs.provenance}
     return make_card(name or loaded.source.name, source or str(loaded.source), measured, about)
 
@@ -91,15 +88,7 @@ def make_card(name: str, source: str, measured: Measured, provenance: Mapping[st
         for name, by_path in measured.sections["sqnr_db"].items()
     }
     parts = {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics}
-    return _finite(parts | measured.sections | {"sqnr_db": errors})
-
-
-def _finite(value: Any) -> Any:
-    """Removes numbers that JSON cannot represent from JSON objects."""
-    if isinstance(value, dict):
-        kept = {key: _finite(of) for key, of in value.items()}
-        return {key: of for key, of in kept.items() if not isinstance(of, float) or math.isfinite(of)}
-    return [_finite(of) for of in value] if isinstance(value, list) else value
+    return parts | measured.sections | {"sqnr_db": errors}
 
 
 def read_cards(path: Path) -> list[dict[str, Any]]:

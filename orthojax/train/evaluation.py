@@ -356,7 +356,7 @@ def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4)
     metrics = {"window": window}
     for name, size, first in (("window", window, 0), ("sinks", window - sinks, sinks), ("whole", None, 0)):
         losses = stream_loss_nats(loaded, rows, size, first)[:, 2 * window :]
-        metrics[f"perplexity_{name}"] = math.exp(float(losses.mean()))
+        metrics[f"perplexity_{name}"] = perplexity(float(losses.mean()))
     return metrics
 
 
