@@ -117,7 +117,7 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
         sections["largest_activations"] = analysis.largest_activations(extremes, tokens)
         sections["secondary_sinks"] = analysis.secondary_sinks(extremes, tokens)
     named = {
-        section: [of._asdict() | {"text": token_text(loaded.tokenizer, of.token)} for of in entries]
+        section: [entry._asdict() | {"text": token_text(loaded.tokenizer, entry.token)} for entry in entries]
         for section, entries in sections.items()
     }
     return {"metrics": metrics, "arrays": arrays, "sections": named}
@@ -155,14 +155,15 @@ def plan(
     stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs), ())}
     more = {} if quick else settings
     for name in filter(more.__contains__, _PROPAGATED):
-        stages[f"{name}_error"] = lambda of=settings[name]: _propagated(loaded, inputs, of), ()
+        stages[f"{name}_error"] = lambda setting=settings[name]: _propagated(loaded, inputs, setting), ()
     for name in settings:
         options: Any = {"settings": {name: settings[name]}, "quantize_head": quantize_head}
-        stages[name] = lambda of=options: rounded_perplexities(loaded, inputs, **of), (quantize_head,)
+        stages[name] = lambda how=options: rounded_perplexities(loaded, inputs, **how), (quantize_head,)
     for name in filter(more.__contains__, ROTATED):
-        stages[f"{name}_rotated"] = lambda of={name: settings[name]}: rotated_perplexities(loaded, inputs, of), ()
+        named: Any = {name: settings[name]}
+        stages[f"{name}_rotated"] = lambda named=named: rotated_perplexities(loaded, inputs, named), ()
     for name in CACHES if not quick else ():
-        stages[name] = lambda of={name: CACHES[name]}: cached_perplexities(loaded, inputs, of), ()
+        stages[name] = lambda cache={name: CACHES[name]}: cached_perplexities(loaded, inputs, cache), ()
     if knock_out_rows:
         stages["knock_out"] = lambda: knock_out(loaded, inputs, knock_out_rows), (knock_out_rows,)
     if sliding is not None:
@@ -206,7 +207,7 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
         for name, (bits, _) in CACHES.items() if name in parts
     ]  # fmt: skip
     sections["streaming"] = part("streaming")
-    return Measured(loaded.config, metrics, {name: np.array(of) for name, of in arrays.items()}, sections)
+    return Measured(loaded.config, metrics, {name: np.array(array) for name, array in arrays.items()}, sections)
 
 
 def _cost(name: str, part: Mapping[str, Any], kinds: Sequence[str] = ("",), *, whole: float | None) -> dict[str, Any]:
@@ -225,8 +226,10 @@ def _propagated(loaded: LoadedModel, inputs: Inputs, setting: quant.Quantization
     tokens = inputs.evaluation[:_PROPAGATED_ROWS, :-1]
     error = quant.rounding_error(Transformer(loaded.config.model), loaded.params, setting, tokens)
     sqnr_db = {}
-    for path, of in error.linear.items():
-        ratios = finite({"whole": of.whole, "inherited": of.inherited, "added": of.added})  # infinite without noise
+    for path, layer in error.linear.items():
+        ratios = finite(
+            {"whole": layer.whole, "inherited": layer.inherited, "added": layer.added}
+        )  # infinite without noise
         if ratios:
-            sqnr_db[path] = ({} if of.layer is None else {"layer": of.layer}) | ratios
+            sqnr_db[path] = ({} if layer.layer is None else {"layer": layer.layer}) | ratios
     return finite({"last_state_error": error.last_state}) | {"sqnr_db": sqnr_db}

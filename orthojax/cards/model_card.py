@@ -59,7 +59,7 @@ def card(
     if settings is None:
         settings = default_settings(quick) if loaded.model.linear is linear else {}
         unfit = settings_that_do_not_fit(loaded, settings)
-        settings = {of: setting for of, setting in settings.items() if of not in unfit}
+        settings = {key: setting for key, setting in settings.items() if key not in unfit}
     stages = plan(loaded, inputs, settings, quick=quick, quantize_head=quantize_head)
     measured = measure(loaded, settings, stages, Stages(None))
     about = environment() | {"text": inputs.provenance}
@@ -69,22 +69,22 @@ def card(
 def make_card(name: str, source: str, measured: Measured, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the card of a measured model: JSON values, described by docs/card.schema.json."""
     config, metrics = measured.config, []
-    model, given = config.model, analysis.conditions(config)
+    model, conditions = config.model, analysis.conditions(config)
     for key, value in measured.metrics.items():
         definition = analysis.define(key)
         if "/" in key or definition is None or definition.group == "quantisation":
             continue
         layers = [measured.metrics.get(f"{key}/layer_{i}") for i in range(model.num_layers)]
         entry = {"name": key, "value": value, "measured_as": definition.definition, "source": definition.source}
-        entry |= {"by_layer": layers} if any(of is not None for of in layers) else {}
-        chance = analysis.chance(key, given)
+        entry |= {"by_layer": layers} if any(layer is not None for layer in layers) else {}
+        chance = analysis.chance(key, conditions)
         metrics.append(entry | ({} if chance is None else {"chance": chance}))
     kinds = {"normalizer": model.normalizer, "norm": model.norm, "position": model.position, "block": model.block}
     sizes = {"num_layers": model.num_layers, "d_model": model.d_model, "num_heads": model.num_heads,
              "num_kv_heads": model.kv_heads, "vocab_size": model.vocab_size}  # fmt: skip
     about = {"name": name, "source": source, "parameters": parameter_count(model)} | sizes | kinds
     errors = {
-        name: {path: {kind: of[kind] for kind in of if kind != "layer"} for path, of in by_path.items()}
+        name: {path: {kind: error[kind] for kind in error if kind != "layer"} for path, error in by_path.items()}
         for name, by_path in measured.sections["sqnr_db"].items()
     }
     parts = {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics}
@@ -108,14 +108,14 @@ def _is_card(value: Any) -> bool:
 
     def are(entries: Any, **kinds: type | UnionType) -> bool:
         return isinstance(entries, list) and all(
-            isinstance(of, dict) and all(isinstance(of.get(name), kind) for name, kind in kinds.items())
-            for of in entries
+            isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in kinds.items())
+            for entry in entries
         )
 
     if not isinstance(value, dict) or value.get("schema") != SCHEMA or not are([value.get("model")], name=str):
         return False
     formats = [value.get(name, []) for name in ("rounding", "kv_cache")]
-    if not are(value.get("metrics"), name=str, value=int | float) or not all(are(of, format=str) for of in formats):
+    if not are(value.get("metrics"), name=str, value=int | float) or not all(are(part, format=str) for part in formats):
         return False
     shown = ("perplexity", "lost", "lost_rotated")
-    return all(isinstance(of.get(name, 0.0), int | float) for part in formats for of in part for name in shown)
+    return all(isinstance(entry.get(name, 0.0), int | float) for part in formats for entry in part for name in shown)

@@ -59,20 +59,23 @@ def report(
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
         pictures += [*_error_pictures(name, model.sections["sqnr_db"]), *(drawn or {}).get(name, ())]
     names = {metric for model in metrics.values() for metric in model}
-    notes = [*notes, *(f"{of.label}: {of.definition}" for of in analysis.CATALOGUE.values() if of.name in names)]
+    notes = [
+        *notes,
+        *(f"{entry.label}: {entry.definition}" for entry in analysis.CATALOGUE.values() if entry.name in names),
+    ]
     headlines = _headlines(next(iter(metrics.values())), config) if len(metrics) == 1 else []
     return Report(title=title, headlines=headlines, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 
 def _headlines(metrics: Mapping[str, float], config: Config) -> list[tuple[str, str, str]]:
     """Returns the numbers on top of the page of one model: outliers, the sink, the cost of the coarsest rounding."""
-    given = analysis.conditions(config)
-    found = [(analysis.label(name), analysis.show(name, metrics[name]), analysis.compared_with(name, metrics, given))
+    known = analysis.conditions(config)
+    shown = [(analysis.label(name), analysis.show(name, metrics[name]), analysis.compared_with(name, metrics, known))
              for name in ("kurtosis_first", "first_attention_fraction") if name in metrics]  # fmt: skip
     coarse = metrics.get(f"{_QUANTISED}int8_coarse")
     if coarse is not None and metrics.get("perplexity"):
-        found.append(("perplexity lost to int8, one scale per tensor", percent(coarse / metrics["perplexity"] - 1), ""))
-    return found
+        shown.append(("perplexity lost to int8, one scale per tensor", percent(coarse / metrics["perplexity"] - 1), ""))
+    return shown
 
 
 def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:
@@ -80,13 +83,13 @@ def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], conf
 
     The levels of chance are for the run `config`.
     """
-    given, first = analysis.conditions(config), next(iter(metrics.values()))
-    found = dict.fromkeys(name for of in metrics.values() for name in of)
-    quantised = [name for name in found if name.startswith(_QUANTISED)]
+    known, first = analysis.conditions(config), next(iter(metrics.values()))
+    names = dict.fromkeys(name for model in metrics.values() for name in model)
+    quantised = [name for name in names if name.startswith(_QUANTISED)]
     rows = []
-    for name in [*(name for name in analysis.CATALOGUE if name in found), *quantised]:
-        beside = "" if name in quantised else analysis.compared_with(name, first, given)
-        rows.append([analysis.label(name), *(_cell(of, name) for of in metrics.values()), beside])
+    for name in [*(name for name in analysis.CATALOGUE if name in names), *quantised]:
+        beside = "" if name in quantised else analysis.compared_with(name, first, known)
+        rows.append([analysis.label(name), *(_cell(model, name) for model in metrics.values()), beside])
     return Table(caption, ["", *metrics, "compare with"], rows)
 
 
@@ -105,42 +108,42 @@ def _cell(metrics: Mapping[str, float], name: str) -> str:
 Entries = Sequence[tuple[str, Mapping[str, float]]]  # of a table: the name of each row, and its numbers
 
 
-def _of(key: str, words: str | None = None, show: Callable[[float], str] = number) -> Quantity:
+def _column(key: str, words: str | None = None, show: Callable[[float], str] = number) -> Quantity:
     """Returns the quantity of an entry's number, with the heading of its column."""
     return Quantity(key if words is None else words, lambda numbers: numbers[key], show)
 
 
 def _table(caption: str, heading: str, entries: Entries, columns: Sequence[str | Quantity]) -> list[Table]:
     """Returns the table of some entries; none without entries. A column that no entry has is left out."""
-    results = Results({str(i): Result(name, None, {0: Numbers(of)}) for i, (name, of) in enumerate(entries)})
+    results = Results({str(i): Result(name, None, {0: Numbers(entry)}) for i, (name, entry) in enumerate(entries)})
     return [Columns(caption, columns, heading=heading)(results)] if entries else []
 
 
 def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
     """Returns the sections of a card as the report shows them."""
-    lost, rotated = _of("lost", show=percent), _of("lost_rotated", "lost", show=percent)
+    lost, rotated = _column("lost", show=percent), _column("lost_rotated", "lost", show=percent)
 
     def named(section: str, key: str, show: Callable[[str], str] = str) -> Entries:
         return [(show(entry[key]), entry) for entry in sections[section]]
 
     tables = _table(f"{name}, perplexity at each format", "format", named("rounding", "format"),
-                    [_of("perplexity"), lost, _of("perplexity_rotated", "rotated"), rotated,
-                     _of("last_state_error", "error of the last state")])  # fmt: skip
+                    [_column("perplexity"), lost, _column("perplexity_rotated", "rotated"), rotated,
+                     _column("last_state_error", "error of the last state")])  # fmt: skip
     tables += _table(f"{name}, keys and values of few bits", "cache", named("kv_cache", "format"),
-                     [_of("perplexity"), lost, _of("bytes_per_token", "bytes per token")])  # fmt: skip
+                     [_column("perplexity"), lost, _column("bytes_per_token", "bytes per token")])  # fmt: skip
     places = ("layer", "channel", "head", "position", "rows", "layers")
-    place = [_of(key, show=lambda value: f"{value:.0f}") for key in places]
+    place = [_column(key, show=lambda value: f"{value:.0f}") for key in places]
     tables += _table(f"{name}, largest activations", "token", named("largest_activations", "text", repr),
-                     [_of("value", "largest |x|"), _of("over_median", "over the median"), *place,
-                      _of("massive", "", lambda massive: "massive" if massive else "")])  # fmt: skip
+                     [_column("value", "largest |x|"), _column("over_median", "over the median"), *place,
+                      _column("massive", "", lambda massive: "massive" if massive else "")])  # fmt: skip
     tables += _table(f"{name}, sinks besides the first token", "token", named("secondary_sinks", "text", repr),
-                     [_of("mass", "weight"), *place])  # fmt: skip
+                     [_column("mass", "weight"), *place])  # fmt: skip
     streaming = sections["streaming"]
     if "window" in streaming:
         caption = f"{name}, read with the latest {streaming['window']} tokens in view, second half of rows"
         kinds = {"whole": "all tokens", "sinks": f"the first {SINKS} as well", "window": "only the latest"}
         entries = [(words, {"perplexity": streaming[f"perplexity_{kind}"]}) for kind, words in kinds.items()]
-        tables += _table(caption, "in view", entries, [_of("perplexity")])
+        tables += _table(caption, "in view", entries, [_column("perplexity")])
     return tables
 
 
@@ -157,9 +160,9 @@ def _layer_table(name: str, measured: Measured) -> Table:
     at = 1 + len(quantities)
     for part, words in {"attention": "attention", "mlp": "the MLP"}.items():
         if (changes := arrays.get(f"knocked_out_{part}")) is not None:
-            quantities.append(_of(part, f"loss change without {words} (nats)", signed))
-            layers = [of | {part: float(change)} for of, change in zip(layers, changes, strict=True)]
-    (table,) = _table(f"{name}, by layer", "layer", [(str(i), of) for i, of in enumerate(layers)], quantities)
+            quantities.append(_column(part, f"loss change without {words} (nats)", signed))
+            layers = [layer | {part: float(change)} for layer, change in zip(layers, changes, strict=True)]
+    (table,) = _table(f"{name}, by layer", "layer", [(str(i), layer) for i, layer in enumerate(layers)], quantities)
     if "max_abs_by_channel" not in arrays:
         return table
     texts = ["largest channels"]
@@ -184,7 +187,7 @@ def _head_table(name: str, measured: Measured) -> Table:
     places = [divmod(int(place), N) for place in order]
     entries = [(f"layer {layer}, head {head}", {metric: float(x[layer, head]) for metric, x in arrays.items()})
                for layer, head in places]  # fmt: skip
-    changed = {"knocked_out_head": _of("knocked_out_head", "loss change without it (nats)")}
+    changed = {"knocked_out_head": _column("knocked_out_head", "loss change without it (nats)")}
     columns = [changed.get(metric, metric) for metric in arrays]
     return _table(f"{name}, heads with the most attention on the first token", "", entries, columns)[0]
 
@@ -202,8 +205,8 @@ def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_la
     for name, log in {metric.curves: metric.log for metric in drawn}.items():
         panels: dict[str, dict[str, figures.Curve]] = {}
         for metric in (metric for metric in drawn if metric.curves == name):
-            for label, of in curves.items():
-                points = {x: found[metric.name] for x, found in of.items() if metric.name in found}
+            for label, curve in curves.items():
+                points = {x: metrics[metric.name] for x, metrics in curve.items() if metric.name in metrics}
                 if len(points) > 1:
                     panels.setdefault(metric.label, {})[label] = list(points), np.array([list(points.values())])
         if panels:
@@ -261,16 +264,19 @@ def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a table of the metrics of several cards, and of the cost of each format."""
     columns: list[dict[str, str]] = []
     for card in cards:
-        column = {analysis.label(of["name"]): analysis.show(of["name"], of["value"]) for of in card["metrics"]}
-        for of in [*card.get("rounding", []), *card.get("kv_cache", [])]:
-            column |= {f"perplexity, {of['format']}": number(of["perplexity"])} if "perplexity" in of else {}
-            column |= {f"lost at {of['format']}": percent(of["lost"])} if "lost" in of else {}
-            column |= {f"lost at {of['format']}, rotated": percent(of["lost_rotated"])} if "lost_rotated" in of else {}
+        column = {
+            analysis.label(entry["name"]): analysis.show(entry["name"], entry["value"]) for entry in card["metrics"]
+        }
+        for entry in [*card.get("rounding", []), *card.get("kv_cache", [])]:
+            name = entry["format"]
+            texts = {"perplexity": (f"perplexity, {name}", number), "lost": (f"lost at {name}", percent),
+                     "lost_rotated": (f"lost at {name}, rotated", percent)}  # fmt: skip
+            column |= {words: show(entry[key]) for key, (words, show) in texts.items() if key in entry}
         columns.append(column)
-    names = dict.fromkeys(name for of in columns for name in of)
-    rows = [[name, *(of.get(name, "-") for of in columns)] for name in names]
-    given = [card["model"]["name"] for card in cards]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
+    models = [card["model"]["name"] for card in cards]
     headings = [
-        f"{name} ({given[:i].count(name) + 1})" if given.count(name) > 1 else name for i, name in enumerate(given)
+        f"{name} ({models[:i].count(name) + 1})" if models.count(name) > 1 else name for i, name in enumerate(models)
     ]
     return Table("Cards beside each other", ["", *headings], rows)

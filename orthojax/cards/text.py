@@ -44,12 +44,12 @@ def read_rows(
     """
     documents, source = _documents(files)
     width = length + (not bos)
-    parts, found, tokens, size = [], 0, 0, 0
+    parts, complete, tokens, size = [], 0, 0, 0
     for text in documents:
         parts.append(tokenizer.encode_batch([text])[0])
         tokens, size = tokens + len(parts[-1]) + packed, size + len(text.encode())
-        found = tokens // width if packed else found + (len(parts[-1]) >= width)
-        if rows and found >= rows:
+        complete = tokens // width if packed else complete + (len(parts[-1]) >= width)
+        if rows and complete >= rows:
             break
     if packed:
         parts = [np.concatenate([np.append(part, tokenizer.eos_id) for part in parts])] if parts else []

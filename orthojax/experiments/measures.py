@@ -92,7 +92,7 @@ def rounded(name: str, formats: Collection[str]) -> Measure:
     """Returns the measure of the perplexities of a language model at some formats."""
 
     def measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-        settings = {of: quant.setting_named(of) for of in formats if inputs.task is None}
+        settings = {key: quant.setting_named(key) for key in formats if inputs.task is None}
         return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
 
     return Measure(name, measure)

@@ -179,7 +179,8 @@ class Result:
         if not paths or not all(path.exists() for path in paths):
             raise Missing(f"metrics.jsonl of {self.name}")
         logs = [read_json_lines(path, "metrics file") for path in paths]
-        runs = [{of["step"]: of[key] for of in log if all(map(_is_number, map(of.get, ("step", key))))} for log in logs]
+        runs = [{line["step"]: line[key] for line in log if _is_number(line.get("step")) and _is_number(line.get(key))}
+                for log in logs]  # fmt: skip
         steps = sorted(set.intersection(*(set(run) for run in runs)))
         if not steps:
             raise Missing(f"{key} of {self.name}")

@@ -202,8 +202,8 @@ def _measure_text(
     return metrics, analysis.finalize_arrays(statistics), extremes
 
 
-def _loss_of_rows(model: Transformer, params: Any, rows: jax.Array, **given: Any) -> tuple[list[Any], Any]:
-    total, count, observed = loss_sum_nats(model, params, rows, **given)
+def _loss_of_rows(model: Transformer, params: Any, rows: jax.Array, **options: Any) -> tuple[list[Any], Any]:
+    total, count, observed = loss_sum_nats(model, params, rows, **options)
     return [(total, count)], observed
 
 
