@@ -226,10 +226,7 @@ def _propagated(loaded: LoadedModel, inputs: Inputs, setting: quant.Quantization
     tokens = inputs.evaluation[:_PROPAGATED_ROWS, :-1]
     error = quant.rounding_error(Transformer(loaded.config.model), loaded.params, setting, tokens)
     sqnr_db = {}
-    for path, layer in error.linear.items():
-        ratios = finite(
-            {"whole": layer.whole, "inherited": layer.inherited, "added": layer.added}
-        )  # infinite without noise
-        if ratios:
-            sqnr_db[path] = ({} if layer.layer is None else {"layer": layer.layer}) | ratios
+    for path, (layer, *ratios) in error.linear.items():  # which are infinite without noise
+        if known := finite(dict(zip(("whole", "inherited", "added"), ratios, strict=True))):
+            sqnr_db[path] = ({} if layer is None else {"layer": layer}) | known
     return finite({"last_state_error": error.last_state}) | {"sqnr_db": sqnr_db}

@@ -59,10 +59,8 @@ def report(
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
         pictures += [*_error_pictures(name, model.sections["sqnr_db"]), *(drawn or {}).get(name, ())]
     names = {metric for model in metrics.values() for metric in model}
-    notes = [
-        *notes,
-        *(f"{entry.label}: {entry.definition}" for entry in analysis.CATALOGUE.values() if entry.name in names),
-    ]
+    entries = [entry for name, entry in analysis.CATALOGUE.items() if name in names]
+    notes = [*notes, *(f"{entry.label}: {entry.definition}" for entry in entries)]
     headlines = _headlines(next(iter(metrics.values())), config) if len(metrics) == 1 else []
     return Report(title=title, headlines=headlines, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
@@ -264,9 +262,8 @@ def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a table of the metrics of several cards, and of the cost of each format."""
     columns: list[dict[str, str]] = []
     for card in cards:
-        column = {
-            analysis.label(entry["name"]): analysis.show(entry["name"], entry["value"]) for entry in card["metrics"]
-        }
+        metrics = [(metric["name"], metric["value"]) for metric in card["metrics"]]
+        column = {analysis.label(name): analysis.show(name, value) for name, value in metrics}
         for entry in [*card.get("rounding", []), *card.get("kv_cache", [])]:
             name = entry["format"]
             texts = {"perplexity": (f"perplexity, {name}", number), "lost": (f"lost at {name}", percent),
