@@ -18,11 +18,11 @@ REPEATS = 9
 
 
 def step_costs(
-    configs: Mapping[str, Config], reference: Callable[[str], str], path: Path
+    configs: Mapping[str, Config], reference: Callable[[str], str], path: Path, *, repeats: int = REPEATS
 ) -> dict[str, dict[str, float]]:
     """Measures the cost of a training step of every variant, interleaved for variants with the same reference.
 
-    The JSON file `path` keeps the numbers, since measuring takes minutes.
+    The step of every variant is timed `repeats` times; where steps are short, ten of them at a time. The JSON file `path` keeps the numbers, since measuring takes minutes.
 
     Returns:
       Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
@@ -37,16 +37,16 @@ def step_costs(
         group = {name: config for name, config in configs.items() if reference(name) == base}
         print(f"timing the training step of {', '.join(group)}, interleaved", file=sys.stderr, flush=True)
         try:
-            costs |= _costs_of(group, base)
+            costs |= _costs_of(group, base, repeats)
         except jax.errors.JaxRuntimeError as error:
             print(f"failed: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
     write_with_digest(path, costs)
     return costs
 
 
-def _costs_of(configs: Mapping[str, Config], base: str) -> dict[str, dict[str, float]]:
+def _costs_of(configs: Mapping[str, Config], base: str, repeats: int) -> dict[str, dict[str, float]]:
     steps = {name: Stepper(config) for name, config in configs.items()}
-    timed = interleaved_seconds(steps, REPEATS)
+    timed = interleaved_seconds(steps, repeats)
     seconds = {name: [of / steps[name].steps_per_call for of in timed[name]] for name in configs}
     moments = {name: jax.tree.leaves(state_shapes(config).opt_state) for name, config in configs.items()}
     state_bytes = {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in moments.items()}
@@ -67,14 +67,19 @@ class Stepper:
     """Takes one or several training steps on random tokens per call."""
 
     def __init__(self, config: Config):
-        # An optimizer of an experiment may cost more in some steps, as SOAP does in every tenth.
-        self.steps_per_call = 10 if ":" in config.optim.optimizer else 1
         shape = (config.train.batch_size, config.data.row_length)
         rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
         self._tokens = place_rows(make_mesh(config), len(rows), lambda start, stop: rows[start:stop])
         self._state = init_state(config)
         step: Any = make_train_step(config)
         self._program = step.lower(self._state, self._tokens).compile()
+        self.steps_per_call = 1
+        started = time.perf_counter()
+        jax.block_until_ready(self())
+        # A single short step is noise, and an optimizer of an experiment may cost more in some steps, as SOAP does in
+        # every tenth.
+        if time.perf_counter() - started < 0.5 or ":" in config.optim.optimizer:
+            self.steps_per_call = 10
 
     def __call__(self) -> Any:
         """Takes `steps_per_call` steps and returns the metrics of the last."""

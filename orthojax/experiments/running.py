@@ -17,7 +17,7 @@ import jax
 
 from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import Interrupted, NonFiniteError, UserError, nearest
-from orthojax.experiments.costs import step_costs
+from orthojax.experiments.costs import REPEATS, step_costs
 from orthojax.experiments.measures import ALWAYS, ROUNDING, require_same_ids
 from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, StudyResults, results_of
@@ -115,7 +115,7 @@ def run_study(
         content = {"provenance": _provenance(seeds, [], time.monotonic() - started), "rows": rows}
     elif not study.trains:
         assert study.cost_reference is not None
-        costs = step_costs(configs, study.cost_reference, workdir / "costs.json")
+        costs = step_costs(configs, study.cost_reference, workdir / "costs.json", repeats=5 * REPEATS)
         rows = [
             {"variant": name, "seed": 0, "overrides": changed_fields(Config(), configs[name]), "metrics": of}
             for name, of in costs.items()

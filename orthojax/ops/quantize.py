@@ -119,6 +119,12 @@ def _to_e2m1(x: jax.Array) -> jax.Array:
     return _round_to_float(x, 1, 0, _E2M1)
 
 
+def _axis(x: ArrayLike, axis: int) -> int:
+    if not isinstance(axis, numbers.Integral) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
+        raise ValueError(f"axis={axis!r} of an array of shape {jnp.shape(x)}; allowed: one of its axes")
+    return int(axis) % jnp.ndim(x)
+
+
 def split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Splits an axis [n] in two, [ceil(n / size), size]; the end of the last block is filled with zeros.
 
@@ -164,9 +170,11 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
     """
     wide, dtype = _wide(x), jnp.asarray(x).dtype
     if block is not None:
-        split = sorted(axis % wide.ndim for axis in _reduced(axes) or range(wide.ndim))
+        if not isinstance(block, numbers.Integral) or block < 1:
+            raise ValueError(f"block={block!r}; allowed: 1 or more neighbours, whole")
+        split = sorted(_axis(x, axis) for axis in _reduced(axes) or range(wide.ndim))
         for axis in reversed(split):
-            wide = split_blocks(wide, axis, block)
+            wide = split_blocks(wide, axis, min(int(block), max(wide.shape[axis], 1)))  # else padded to a whole block
         y = e4m3(wide, tuple(axis + i + 1 for i, axis in enumerate(split)))
         for axis in split:
             y = join_blocks(y, axis, jnp.shape(x)[axis])
@@ -190,7 +198,7 @@ def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
     >>> mxfp4(jnp.array([7.9, -2.5, 0.6, 0.25])).tolist()
     [6.0, -2.0, 0.5, 0.0]
     """
-    wide, at = _wide(x), axis % jnp.ndim(x)
+    wide, at = _wide(x), _axis(x, axis)
     blocks = split_blocks(wide, at, 32)
     peak = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
     exponent = jnp.clip(jnp.frexp(peak)[1] - 3, -127, 127)
@@ -222,7 +230,7 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     >>> nvfp4(jnp.array([2688.0, -2000.0, 200.0])).tolist()  # g = 1, s = 448
     [2688.0, -1792.0, 224.0]
     """
-    wide, at = _wide(x), axis % jnp.ndim(x)
+    wide, at = _wide(x), _axis(x, axis)
     scaled, back = _scaled_to(wide, axes, _E2M1 * _E4M3)
     blocks = split_blocks(scaled, at, 16)
     largest = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
