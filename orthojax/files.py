@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import glob
 import hashlib
 import json
@@ -9,13 +10,15 @@ import math
 import os
 import re
 import secrets
+import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from orthojax.errors import UserError
+from orthojax.errors import UserError, printable
 
 
 def require_local(path: Path | str, what: str) -> None:
@@ -180,19 +183,37 @@ def kept(path: Path, what: str, make: Callable[[], Mapping[str, Any]]) -> dict[s
 
 def write_with_digest(path: Path, values: Mapping[str, Any]) -> None:
     """Writes values as JSON with the sha256 of the values and of the .npz file of the same name, if there is one."""
-    write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1) + "\n")
+    write_text(path, json.dumps({**values, "sha256": _digest(path, values)}, indent=1, allow_nan=False) + "\n")
 
 
 def read_with_digest(path: Path, what: str) -> dict[str, Any]:
     """Returns the values that `write_with_digest` wrote.
 
     Raises:
-      UserError: If they or the arrays were changed; older files have no sha256 to tell.
+      UserError: As for `read_json` and `check_digest`.
     """
-    values = read_json(path, what)
-    if values.pop("sha256", None) not in (None, _digest(path, values)):
-        raise UserError(f"{path} or its arrays were changed", hint="without that file they are made again")
+    return check_digest(path, read_json(path, what))
+
+
+def check_digest(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values that a file holds, without their sha256; a line on stderr says so if they have none.
+
+    Raises:
+      UserError: If they or the arrays were changed.
+    """
+    values = dict(values)
+    if (sha256 := values.pop("sha256", None)) is None:
+        say_once(f"{path} has no sha256, as files of orthojax 0.1.0 have none: its numbers are not checked")
+    elif sha256 != _digest(path, values):
+        hint = "without that file they are made again"
+        raise UserError(f"{path} or its arrays were changed since they were written", hint=hint)
     return values
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Prints a line on stderr, the first time."""
+    print(printable(line), file=sys.stderr)
 
 
 def _digest(path: Path, values: Mapping[str, Any]) -> str:
@@ -201,18 +222,30 @@ def _digest(path: Path, values: Mapping[str, Any]) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def json_line(values: Mapping[str, Any]) -> str:
+    """Returns values as a line of JSON, with the CRC-32 of what is before it."""
+    return json.dumps({**values, "crc32": zlib.crc32(json.dumps(values).encode())}) + "\n"
+
+
 def read_json_lines(path: Path, what: str) -> list[dict[str, Any]]:
-    """Reads the JSON objects of a file with one in each line, but those that a kill or a bad disk corrupted.
+    """Reads the JSON objects of a file with one in each line, as `json_line` or others write them.
+
+    Lines that a kill or a bad disk corrupted are left out, and a line on stderr says how many.
 
     Raises:
       UserError: If there is no such file; `what` names it.
     """
     require_file(path, what)
-    values = []
-    for line in path.read_bytes().split(b"\n"):
+    values: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")
+    for line in filter(None, lines):
         with contextlib.suppress(UserError):
-            values.append(parse_json(line, "line"))
-    return [value for value in values if isinstance(value, dict)]
+            entry = parse_json(line, "line")
+            if isinstance(entry, dict) and entry.pop("crc32", None) in (None, zlib.crc32(json.dumps(entry).encode())):
+                values.append(entry)
+    if damaged := len(lines) - lines.count(b"") - len(values):
+        say_once(f"{path}: left out {damaged} damaged line{'s' * (damaged > 1)}")
+    return values
 
 
 def try_lock(file: IO) -> bool | None:

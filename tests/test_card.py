@@ -144,7 +144,7 @@ def test_python_returns_the_card_that_the_command_writes(models, tmp_path, monke
     for command in (analyze, evaluate):
         monkeypatch.setattr(command, "FLAGS", SimpleNamespace(**given, **others, **written))
     analyze.main([])
-    by_command = json.loads((tmp_path / "card.json").read_text())
+    (by_command,) = cards.read_cards(tmp_path / "card.json")
     rows = np.load(ids)
     made = orthojax.card(orthojax.load(models / "run"), rows, name="tiny", source=str(models / "run"), quick=True)
     check(made, SCHEMA)

@@ -19,6 +19,7 @@ from orthojax.data.preparation import hold_out_by_text, open_token_file, sidecar
 from orthojax.data.sources import Document, Piece, Source
 from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer
 from orthojax.errors import UserError
+from orthojax.files import read_with_digest
 
 TEXTS = [f"text {i} größer " * (1 + i % 7) for i in range(60)]
 SPLITS = ("train", "validation")
@@ -264,7 +265,7 @@ def test_contents_and_sidecar_are_these_bytes(tmp_path):
     assert not file.tokens.flags.writeable
     raw = (tmp_path / "train.bin").read_bytes()
     assert raw == bytes([104, 0, 195, 0, 169, 0, 1, 1, 120, 0, 1, 1])  # little-endian
-    assert json.loads(sidecar_path(file.path).read_text()) == {
+    assert read_with_digest(sidecar_path(file.path), "sidecar") == {
         "format_version": 2, "dtype": "uint16", "n_tokens": 6, "n_bytes": 4, "n_documents": 2, "vocab_size": 258,
         "bos_id": 256, "eos_id": 257, "tokenizer": "bytes", "tokenizer_sha256": ByteTokenizer().sha256,
         "source": "test", "source_sha256": "abc", "file_count": 1, "split": "train",
@@ -276,7 +277,7 @@ def test_contents_and_sidecar_are_these_bytes(tmp_path):
 @pytest.mark.parametrize(("dtype", "size"), [("uint16", 2), ("uint32", 4)])
 def test_ids_have_the_width_of_the_sidecar(tmp_path, dtype, size):
     make(tmp_path / "train.bin")
-    created_from = json.loads((tmp_path / "train.json").read_text()) | {"dtype": dtype}
+    created_from = read_with_digest(tmp_path / "train.json", "sidecar") | {"dtype": dtype}
     del created_from["data_sha256"]
     write_token_file(tmp_path / "b.bin", created_from, [(np.array([5, 65_535, 257], np.int32), 1, 9)] * 2)
     file = open_token_file(tmp_path / "b.bin", verify=True)

@@ -36,6 +36,7 @@ from orthojax.experiments.claims import Claim, Metric, not_measured
 from orthojax.experiments.measures import Measure, Measured
 from orthojax.experiments.running import run_name, run_study
 from orthojax.experiments.study import Given, Row, Study, from_lists, make_report, read_results, results_of
+from orthojax.files import read_with_digest
 from orthojax.report.figures import lines
 from orthojax.report.page import escape_markdown, print_report, write_report
 from orthojax.report.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
@@ -120,7 +121,7 @@ def results(study, home):
 
 
 def test_every_variant_and_seed_has_a_row(results, study, home):
-    raw = json.loads((home / "work/results.json").read_text())
+    raw = read_with_digest(home / "work/results.json", "results")
     assert raw == json.loads(json.dumps(results.raw))
     assert (raw["experiment"], raw["scale"], raw["provenance"]["seeds"]) == ("made", "tiny", [0, 1])
     assert {"date", "device", "versions", "data", "wall_seconds"} <= raw["provenance"].keys()

@@ -14,7 +14,7 @@ from orthojax import analysis
 from orthojax.cards.measures import Measured, Settings, Stages, default_settings, measure, plan, prepared
 from orthojax.cards.text import rows_of_ids
 from orthojax.errors import UserError
-from orthojax.files import parse_json, require_file
+from orthojax.files import check_digest, parse_json, require_file
 from orthojax.machine import environment
 from orthojax.model import LoadedModel, linear, parameter_count
 from orthojax.train import Inputs, settings_that_do_not_fit
@@ -92,7 +92,7 @@ def make_card(name: str, source: str, measured: Measured, provenance: Mapping[st
 
 
 def read_cards(path: Path) -> list[dict[str, Any]]:
-    """Reads a card, or a list of cards; raises UserError for any other file."""
+    """Reads a card, or a list of cards; raises UserError for any other file, or for a card that was changed."""
     require_file(path, "card")
     values = parse_json(path.read_bytes(), f"card {path}")
     cards = values if isinstance(values, list) else [values]
@@ -100,7 +100,7 @@ def read_cards(path: Path) -> list[dict[str, Any]]:
         raise UserError(
             f"{path} is not a card", allowed=f"a JSON file of the schema {SCHEMA}, as orthojax analyze writes"
         )
-    return cards
+    return [check_digest(path, card) for card in cards]
 
 
 def _is_card(value: Any) -> bool:

@@ -14,7 +14,6 @@ NAME.card.json, which --card=FILE,FILE shows beside another model, and the array
 finished part is kept under stages/: after an interruption the same command resumes.
 """
 
-import json
 import re
 import shlex
 import sys
@@ -186,7 +185,7 @@ def main(_: list[str]) -> None:
     from orthojax import cards
     from orthojax.cards.measures import default_settings
     from orthojax.cards.page import comparison, report
-    from orthojax.files import make_folder, write_atomically, write_text
+    from orthojax.files import make_folder, write_atomically, write_with_digest
     from orthojax.machine import environment
     from orthojax.report.page import print_report, write_report
     from orthojax.train import keep_compiled_programs
@@ -205,7 +204,7 @@ def main(_: list[str]) -> None:
         data.append({"name": name, **text})
         made.append(cards.make_card(name, models[name], measured[name], machine | {"command": command, "text": text}))
         path = workdir / ("card.json" if len(places) == 1 else f"{name}.card.json")
-        write_text(path, json.dumps(made[-1], indent=1) + "\n")
+        write_with_digest(path, made[-1])
         arrays = {key: value.astype(np.float32) for key, value in measured[name].arrays.items()}
         write_atomically(workdir / "arrays" / f"{name}.npz", lambda file, of=arrays: np.savez_compressed(file, **of))
     seconds = round(time.monotonic() - started, 1)
@@ -215,7 +214,7 @@ def main(_: list[str]) -> None:
         for name, path in models.items()
     ]
     content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
-    write_text(workdir / "results.json", json.dumps(content, indent=2) + "\n")
+    write_with_digest(workdir / "results.json", content)
     sources = dict.fromkeys(text["source"] for text in data)
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
     steps = list(map(int, models)) if FLAGS.checkpoints else ()

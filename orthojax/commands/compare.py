@@ -14,7 +14,7 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.config import Config, flatten, from_dict
 from orthojax.errors import UserError, printable
-from orthojax.files import read_json, require_file
+from orthojax.files import read_json, read_with_digest, require_file
 
 FLAGS = flags.FLAGS
 POSITIONAL, SEVERAL = "the folders of runs, RUN or NAME=RUN", True
@@ -52,7 +52,7 @@ def _read(path: Path) -> _Run:
     metrics.pop("loss_nats", None)  # of a training batch, so not comparable with the held-out loss
     evaluated = {}
     if (path / "evaluation.json").is_file():
-        found = read_json(path / "evaluation.json", "evaluation").get("metrics")
+        found = read_with_digest(path / "evaluation.json", "evaluation").get("metrics")
         evaluated = check_metrics(found, f"{path / 'evaluation.json'}, metrics")
     return _Run(config, logged, metrics, evaluated)
 

@@ -97,7 +97,7 @@ def main(_: list[str]) -> None:
     from tqdm import tqdm
 
     from orthojax import train
-    from orthojax.files import make_folder, write_text
+    from orthojax.files import make_folder, write_with_digest
 
     settings, config = named_settings(), train.read_config(step_folder)
     if config.data.kind == "bigram_backcopy" and (FLAGS.settings or FLAGS.quantize_head or FLAGS.post_attention):
@@ -121,6 +121,6 @@ def main(_: list[str]) -> None:
     result = {"checkpoint": str(step_folder), "data": inputs.provenance, "metrics": finite(metrics)}
     # Before it is written, so that a full disk does not lose it.
     print(json.dumps(result) if FLAGS.json else "\n".join(overview(metrics, config)), flush=True)
-    write_text(workdir / "evaluation.json", json.dumps(result, indent=2) + "\n")
+    write_with_digest(workdir / "evaluation.json", result)
     if not FLAGS.json:
         print(printable(f"\nwritten: {workdir / 'evaluation.json'}"))

@@ -11,7 +11,6 @@ killed call redoes only the others.
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -24,7 +23,7 @@ from orthojax.config import from_dict, require
 from orthojax.data.sources import Document, Source, embedded_corpus, find_tfds, open_tfds, text_corpus
 from orthojax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
+from orthojax.files import make_folder, read_with_digest, require_file, write_atomically, write_text, write_with_digest
 
 FORMAT_VERSION = 2
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
@@ -88,7 +87,7 @@ def write_token_file(path: Path, created_from: dict[str, Any], batches: Iterable
             raise UserError(problem, allowed="at least one document")
         counted: dict[str, Any] = {"n_tokens": n_tokens, "n_documents": n_documents, "n_bytes": n_bytes}
         info = TokenFileInfo(**created_from | counted, data_sha256=digest.hexdigest())
-        write_text(sidecar_path(path), json.dumps(dataclasses.asdict(info), indent=2) + "\n")
+        write_with_digest(sidecar_path(path), dataclasses.asdict(info))
 
     write_atomically(path, write)
 
@@ -110,7 +109,7 @@ def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
     again = f"rebuild it with orthojax prepare or, if {path.parent} is a cache, delete that folder"
     require_file(path, "token file")
     try:
-        info = from_dict(TokenFileInfo, read_json(sidecar_path(path), "sidecar"), str(sidecar_path(path)))
+        info = from_dict(TokenFileInfo, read_with_digest(sidecar_path(path), "sidecar"), str(sidecar_path(path)))
         require(info.format_version == FORMAT_VERSION, f"its sidecar is of format {info.format_version}")
         size, expected = path.stat().st_size, info.n_tokens * np.dtype(info.dtype).itemsize
         require(size == expected, f"it has {size} bytes, its sidecar says {expected}")

@@ -22,7 +22,8 @@ def step_costs(
 ) -> dict[str, dict[str, float]]:
     """Measures the cost of a training step of every variant, interleaved for variants with the same reference.
 
-    The step of every variant is timed `repeats` times; where steps are short, ten of them at a time. The JSON file `path` keeps the numbers, since measuring takes minutes.
+    The step of every variant is timed `repeats` times; where steps are short, ten of them at a time. The JSON file
+    `path` keeps the numbers, since measuring takes minutes.
 
     Returns:
       Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer

@@ -129,7 +129,7 @@ def run_study(
             return results_of(study, raw, workdir)
         content = _trained(study, configs, runs, seeds, workdir, cache_dir, jobs, command)
     raw = {"experiment": study.name, "scale": scale, **content}
-    write_text(workdir / "results.json", json.dumps(raw, indent=1, allow_nan=False) + "\n")
+    write_with_digest(workdir / "results.json", raw)
     return results_of(study, raw, workdir)
 
 

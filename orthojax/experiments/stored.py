@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from orthojax.analysis.catalogue import limits
 from orthojax.errors import UserError, nearest
-from orthojax.files import read_json
+from orthojax.files import read_with_digest
 
 
 class Kind(NamedTuple):
@@ -95,7 +95,7 @@ def read_results_file(path: Path) -> dict[str, Any]:
     Raises:
       UserError: If there is none, or for a wrong shape, naming row and field.
     """
-    raw = read_json(path, "results.json")
+    raw = read_with_digest(path, "results.json")
     check(raw, RESULTS, str(path))
     for i, row in enumerate(raw["rows"]):
         where, seeds = f"{path}, rows[{i}] ({row['variant']}, seed {row['seed']})", raw["provenance"]["seeds"]

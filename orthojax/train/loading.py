@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, fla
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import NonFiniteError, UserError
+from orthojax.files import say_once
 from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
 from orthojax.places import find_place, is_pretrained
 from orthojax.pretrained import (
@@ -107,18 +109,23 @@ def require_tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 
 def _tokenizer(folder: Path, config: Config) -> Any | None:
-    """Returns the tokenizer that the run kept, or that its config names without a corpus, if it is still the same."""
+    """Returns the tokenizer that the run kept, or that its config names without a corpus, if it is still the same.
+
+    A file that is another is left out, and a line on stderr says so.
+    """
     if config.data.kind == "bigram_backcopy":
         return None
     sha256, spec = read_json_item(folder, "data").get("tokenizer_sha256"), config.data.tokenizer
-    kept = (parent / "tokenizer.json" for parent in folder.parents[:2])
-    makes = [functools.partial(load_tokenizer, path, spec) for path in kept if path.is_file()]
+    kept = [path for parent in folder.parents[:2] if (path := parent / "tokenizer.json").is_file()]
+    makes = [functools.partial(load_tokenizer, path, spec) for path in kept]
     if not spec.startswith("bpe:"):
         makes.append(functools.partial(make_tokenizer, spec, ()))
-    for make in makes:
+    for path, make in itertools.zip_longest(kept, makes):
         with contextlib.suppress(UserError, ImportError):
             if (tokenizer := make()).sha256 == sha256:
                 return tokenizer
+        if path:
+            say_once(f"{path} is left out: it is not the tokenizer with which the checkpoint was trained")
     return None
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import itertools
-import json
 import math
 import os
 import secrets
@@ -18,7 +17,7 @@ import jax
 from orthojax import analysis
 from orthojax.config import Config, flatten
 from orthojax.errors import NonFiniteError, UserError
-from orthojax.files import read_json_lines, write_text
+from orthojax.files import json_line, read_json_lines, write_text
 from orthojax.formatting import number
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.estimates import entry, model_flops_per_token, model_flops_utilization
@@ -66,7 +65,7 @@ class MetricLog:
         if path is not None:
             lines = [line for line in read_metrics(path) if line["step"] <= step > 0]
             # Not in place: a kill in between would lose the lines of the steps that are not repeated.
-            write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+            write_text(path, "".join(map(json_line, lines)))
             self._file = path.open("a", encoding="utf-8", buffering=1)
             for mirror, line in itertools.product(mirrors, lines):
                 mirror.write(line)
@@ -86,7 +85,7 @@ class MetricLog:
             return
         values = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
         try:
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(json_line(values))
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._file.name) from error
         for mirror in self._mirrors:
