@@ -14,6 +14,7 @@ from orthojax import analysis, cards, quant, train
 from orthojax.cards.page import comparison, report
 from orthojax.commands import analyze, evaluate
 from orthojax.errors import UserError
+from orthojax.report import figures
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "docs/card.schema.json").read_text())
@@ -193,7 +194,7 @@ def test_cards_are_compared_and_others_are_refused(tmp_path):
     for wrong in (
         {"schema": "another"},
         [5],
-        both[0] | {"metrics": [{"name": "x"}]},
+        *(both[0] | {"metrics": [{"name": "x"} | value]} for value in ({}, {"value": 10**400}, {"value": True})),
         both[0] | {"rounding": [{}]},
         both[0] | {"rounding": None},
         both[0] | {"kv_cache": [{"format": "kv4", "lost": "x"}]},
@@ -208,3 +209,15 @@ def test_the_atlas_has_the_schema(path):
     for of in cards.read_cards(path):
         check(of, SCHEMA)
         assert {entry["name"] for entry in of["metrics"]} <= analysis.CATALOGUE.keys()
+
+
+def test_words_of_users_are_no_formulas():
+    words = ["$^$", "a$b", "$\\nothing{$"]
+    curve, names = ([0, 1], np.ones((2, 2))), {"x_label": "key", "y_label": "query", "x_ticks": words}
+    for figure in (
+        figures.maps({"$^$": np.eye(3)}, **names, value_label="weight"),
+        figures.lines({"$^$": dict.fromkeys(words, curve)}, x_label="step", y_label="loss"),
+        figures.bars(words, dict.fromkeys(words, np.ones((1, 3))), y_label="loss"),
+        figures.numbers({"$^$": dict.fromkeys(words, ([1.0], "1"))}),
+    ):
+        figure.canvas.draw()  # which refuses a formula that does not end

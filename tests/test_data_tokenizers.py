@@ -204,3 +204,14 @@ def test_unknown_ids_are_left_out():
 
     assert ByteTokenizer().decode([-1, 65, 999]) == "A"
     assert SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"
+
+
+def test_a_text_on_which_a_regular_expression_gives_up_is_refused(tmp_path):
+    tokenizer = hf.Tokenizer(hf.models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.encode_batch(["aab"])[0].tolist() == [0, 0, 1]
+    for encode in (lambda text: loaded.encode_batch([text]), loaded.encode_special):
+        with pytest.raises(UserError, match=r"cannot read this text: .*retry-limit"):
+            encode("a" * 40 + "b")

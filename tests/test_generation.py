@@ -107,6 +107,23 @@ def test_keys_of_a_cache_are_rotated_for_the_length_so_far(scaling):
     assert np.abs(logits[:, 7] - uncached(config, params, TOKENS)[:, 7]).max() > 1e-3
 
 
+@pytest.mark.parametrize("prompt", [3, 7, 8, 9])
+def test_text_that_outgrows_longrope_is_read_again(prompt):
+    rope = RopeConfig(1.0, "longrope", 4.0, 8, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
+    config = llama2("tiny", **SMALL, rope=rope)
+    params = jax.tree.map(lambda leaf: 3 * leaf, stacked_params(config))  # so that tokens depend on what was read
+    loaded = LoadedModel(Transformer(config), params, Config(model=config), None, Path("model"))
+    tokens = TOKENS[:, :prompt]
+    for _ in range(6):
+        logits = uncached(config, params, tokens)[:, -1]
+        tokens = np.concatenate([tokens, np.asarray(logits).argmax(-1)[:, None].astype(np.int32)], 1)
+    np.testing.assert_array_equal(generate(loaded, TOKENS[:, :prompt], 6), tokens[:, prompt:])
+    if prompt == 3:  # rows of other lengths are those of the row by itself
+        both = generate(loaded, [TOKENS[0, :5], TOKENS[1, :3]], 6)
+        np.testing.assert_array_equal(both[1], tokens[1, 3:])
+        np.testing.assert_array_equal(both[0], generate(loaded, TOKENS[:1, :5], 6)[0])
+
+
 def test_a_cache_refuses_interventions_by_position():
     config = ModelConfig(**SMALL)
     params, cache = stacked_params(config), init_cache(config, 2, T)

@@ -35,6 +35,10 @@ FUNCTIONS = [
      ValueError),
     (lambda _, *how: quantize.quantize(X, *how), [
         ("absmax", 1, "bits=1"), ("absmax", 9, "bits=9"), ("abs_max", 8, "'abs_max'")], ValueError),
+    (lambda _, function, *how: function(X, *how), [
+        (function, axis, f"axis={axis}") for function in (quantize.mxfp4, quantize.nvfp4) for axis in (5, -3, 0.5)]
+     + [(quantize.e4m3, 2, 4, "axis=2"), *((quantize.e4m3, -1, block, f"block={block}") for block in (0, 2.5))],
+     ValueError),
     (lambda _, function: function(X.astype(int)), [
         (function, "int") for function in (quantize.zeropoint, quantize.e4m3, quantize.mxfp4, quantize.nvfp4)],
      ValueError),

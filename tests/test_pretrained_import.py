@@ -118,6 +118,33 @@ def test_what_is_written_is_read_exactly(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, same)
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scales", ["none", "tensor", "rows", "blocks"])
+def test_float8_is_read_with_its_scales(kind, scales, tmp_path):
+    config = llama2("tiny", vocab_size=300, d_model=160, num_layers=1, num_heads=2, d_mlp=32)
+    write_folder(tmp_path, config, stacked_params(config))
+    tensors, random = safetensors.load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    narrow = random.normal(size=(32, 160)).astype(np.dtype(kind))
+    tensors[name] = narrow.view(np.uint8)
+    shape = {"none": None, "tensor": (1,), "rows": (32, 1), "blocks": (1, 2)}[scales]
+    scale = np.ones(1, np.float32) if shape is None else random.uniform(0.5, 2, shape).astype(np.float32)
+    if shape is not None:
+        tensors[f"{name}_scale_inv" if scales == "blocks" else f"{name}_scale"] = scale
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()  # NumPy cannot save a float8
+    start = content.index(f'"{name}":'.encode())
+    code = {"float8_e4m3fn": b'"F8_E4M3"', "float8_e5m2": b'"F8_E5M2"'}[kind]
+    entry = content[start:].replace(b'"U8"', code, 1)
+    size = int.from_bytes(content[:8], "little") + len(code) - 4
+    (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + content[8:start] + entry)
+    _, params = read_folder(tmp_path)
+    if scales == "blocks":
+        scale = np.repeat(scale, 128, 1)[:, :160]
+    expected = narrow.astype(np.float32) * scale
+    np.testing.assert_array_equal(params["layers"]["mlp"]["input"]["kernel"][0], expected.T)
+
+
 def test_blocks_of_mxfp4_are_read(tmp_path):
     params = stacked_params(GPT_OSS)
     write_folder(tmp_path, GPT_OSS, params)

@@ -160,7 +160,8 @@ def test_zeropoint_properties(x):
 e4m3 = jax.jit(quantize.e4m3, static_argnums=(1, 2))
 mxfp4 = jax.jit(quantize.mxfp4, static_argnums=1)
 nvfp4 = jax.jit(quantize.nvfp4, static_argnums=(1, 2))
-FLOATS = {"e4m3": lambda x: e4m3(x, 1), "mxfp4": mxfp4, "nvfp4": lambda x: nvfp4(x, -1, -1)}
+FLOATS = {"e4m3": lambda x: e4m3(x, 1), "e5m2": lambda x: quantize.e5m2(x, 1), "mxfp4": mxfp4,
+          "nvfp4": lambda x: nvfp4(x, -1, -1)}  # fmt: skip
 
 
 def stored(x, dtype):
@@ -197,6 +198,9 @@ SPREAD = np.random.default_rng(5).normal(size=(3, 70)) * 10.0 ** np.random.defau
 
 def test_narrow_floats_are_the_formats_of_ml_dtypes(x64):
     np.testing.assert_allclose(e4m3(SPREAD), reference_e4m3(SPREAD, np.abs(SPREAD).max()), rtol=1e-14)
+    scale = 57344 / np.abs(SPREAD).max()
+    np.testing.assert_allclose(quantize.e5m2(SPREAD), stored(SPREAD * scale, ml_dtypes.float8_e5m2) / scale, rtol=1e-14)
+    np.testing.assert_array_equal(e4m3(SPREAD, -1, 10**9), e4m3(SPREAD, -1))  # no block is padded to its size
     largest = np.abs(SPREAD).max(1, keepdims=True)
     np.testing.assert_allclose(e4m3(SPREAD, 1), reference_e4m3(SPREAD, largest), rtol=1e-14)
     np.testing.assert_array_equal(mxfp4(SPREAD), reference_mxfp4(SPREAD))
@@ -247,7 +251,8 @@ def test_narrow_float_properties(name, x, power):
     function = FLOATS[name]
     y = np.asarray(function(x))
     largest = np.abs(x).max(1, keepdims=True)
-    bound = {"e4m3": np.maximum(np.abs(x) / 16, largest / (448 * 2**10)), "mxfp4": largest / 4, "nvfp4": 0.18 * largest}
+    bound = {"e4m3": np.maximum(np.abs(x) / 16, largest / (448 * 2**10)), "mxfp4": largest / 4,
+             "e5m2": np.maximum(np.abs(x) / 8, largest / (57344 * 2**17)), "nvfp4": 0.18 * largest}  # fmt: skip
     assert (np.abs(y - x) <= bound[name] * (1 + 1e-5)).all()
     np.testing.assert_array_equal(function(-x), -y)
     np.testing.assert_array_equal(function(y), y)

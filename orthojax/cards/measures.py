@@ -29,7 +29,8 @@ from orthojax.train.evaluation import (
     streamed_perplexities,
 )
 
-FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", *quant.FLOATS)
+FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4",
+           *(name for name in quant.FLOATS if name != "fp8_e5m2"))  # fmt: skip  # E5M2 is for gradients
 QUICK = ("int8_coarse", "w4a4")
 ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
 CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float

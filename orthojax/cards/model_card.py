@@ -3,6 +3,7 @@
 docs/card.schema.json describes it.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
@@ -115,7 +116,14 @@ def _is_card(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("schema") != SCHEMA or not are([value.get("model")], name=str):
         return False
     formats = [value.get(name, []) for name in ("rounding", "kv_cache")]
-    if not are(value.get("metrics"), name=str, value=int | float) or not all(are(part, format=str) for part in formats):
+    metrics = value.get("metrics")
+    if not are(metrics, name=str) or not all(_is_number(metric.get("value")) for metric in metrics):
+        return False
+    if not all(are(part, format=str) for part in formats):
         return False
     shown = ("perplexity", "lost", "lost_rotated")
-    return all(isinstance(entry.get(name, 0.0), int | float) for part in formats for entry in part for name in shown)
+    return all(_is_number(entry.get(name, 0.0)) for part in formats for entry in part for name in shown)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

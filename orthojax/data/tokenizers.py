@@ -123,11 +123,25 @@ class ByteTokenizer(Tokenizer):
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
+@contextlib.contextmanager
+def _panics_refused() -> Iterator[None]:
+    """Refuses a text where a regular expression of the tokenizer gives up, such as (a+)+$ on many letters."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which is no Exception and cannot be imported
+            raise
+        raise UserError(
+            f"the tokenizer cannot read this text: {str(error)[:200]}", allowed="another tokenizer"
+        ) from None
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, set to add nothing, truncate nothing and read special tokens in text as text."""
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        with _panics_refused():
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         # fromiter reads a list of ints faster than array does.
         return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]
 
@@ -138,7 +152,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """As in `Tokenizer`, with the file's rules for spaces around special tokens."""
         self.backend.encode_special_tokens = False
         try:
-            return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+            with _panics_refused():
+                return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
         finally:
             self.backend.encode_special_tokens = True
 

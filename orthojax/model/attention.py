@@ -192,6 +192,7 @@ def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.A
 
     If they depend on the length of the text, the text ends with the last of these positions [T]. What a cache holds of
     earlier tokens was computed for a shorter text: past the original length, results differ from those of one pass.
+    Generation reads the text once more where longrope changes them.
     """
     channels, (theta, rope) = config.rotary_channels, config.layer_rope(layer)
     plain = rotary_frequencies(channels, theta)

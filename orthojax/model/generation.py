@@ -210,7 +210,11 @@ def _written(
     # The last token is read once more, for its logits: those of a whole prompt would take more memory than the model.
     cache = cache._replace(length=cache.length - 1)
     key, token = jax.random.key(seed), prompt[:, shortest - 1]
+    boundary, text = _boundary(model), [prompt[:, :shortest]]
     for place in range(shortest, last):
+        if place - 1 == boundary and shortest <= boundary < cache.size:
+            cache = _read(model, params, jnp.concatenate(text, 1), cache._replace(length=jnp.int32(0)))
+            cache = cache._replace(length=cache.length - 1)
         logits, cache = _step(model, params, token, cache)
         if temperature == 0.0:
             token = jnp.argmax(logits, -1).astype(jnp.int32)
@@ -219,7 +223,18 @@ def _written(
             token = _draw(logits, key, own_steps, temperature, top_p, cut=top_p < 1)
         if place < max(lengths):  # of rows that still read
             token = jnp.where(place < lengths, prompt[:, place], token)
+        if boundary is not None:
+            text.append(token[:, None])
         yield token
+
+
+def _boundary(model: Transformer) -> int | None:
+    """Returns the position from which on the whole text has longrope's other frequencies; None without longrope.
+
+    What the cache holds then belongs to a shorter text, and the text is read once more, as transformers does for Phi-3.
+    """
+    ropes = [rope for _, rope in map(model.config.layer_rope, range(model.config.num_layers)) if rope is not None]
+    return next((rope.original_length for rope in ropes if rope.scaling == "longrope"), None)
 
 
 def _apply(model: Transformer, params: Any, tokens: jax.Array, cache: KVCache, *, head: bool = True) -> Any:

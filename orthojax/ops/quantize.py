@@ -20,6 +20,7 @@ Axes = int | Sequence[int] | None
 Scheme = Literal["absmax", "zeropoint"]
 
 _E4M3 = 448.0  # the largest of E4M3FN, which has no infinity
+_E5M2 = 57344.0
 _E2M1 = 6.0
 
 
@@ -115,6 +116,10 @@ def _to_e4m3(x: jax.Array) -> jax.Array:
     return _round_to_float(x, 3, -6, _E4M3)
 
 
+def _to_e5m2(x: jax.Array) -> jax.Array:
+    return _round_to_float(x, 2, -14, _E5M2)
+
+
 def _to_e2m1(x: jax.Array) -> jax.Array:
     return _round_to_float(x, 1, 0, _E2M1)
 
@@ -181,6 +186,21 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
         return y.astype(dtype)
     scaled, back = _scaled_to(wide, axes, _E4M3)
     return back(_to_e4m3(scaled)).astype(dtype)
+
+
+def e5m2(x: ArrayLike, axes: Axes = None) -> jax.Array:
+    """Rounds to the 8-bit float E5M2: the largest absolute value becomes 57344, the format's largest finite one.
+
+    y = E5M2(x s) / s with s = 57344 / max|x|, to nearest even (FP8 Formats for Deep Learning, arXiv 2209.05433, where
+    it is the format of gradients). |y - x| <= max(|x| / 8, max|x| / (57344 2^17)); arguments, result and other
+    properties are those of `e4m3`.
+
+    >>> import jax.numpy as jnp
+    >>> e5m2(jnp.array([-57344.0, 17.0, 1.1])).tolist()
+    [-57344.0, 16.0, 1.0]
+    """
+    scaled, back = _scaled_to(_wide(x), axes, _E5M2)
+    return back(_to_e5m2(scaled)).astype(jnp.asarray(x).dtype)
 
 
 def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
@@ -259,6 +279,7 @@ FORMATS = {
     "absmax": NumberFormat(None, absmax),
     "zeropoint": NumberFormat(None, zeropoint),
     "e4m3": NumberFormat(8, lambda x, bits, axes: e4m3(x, axes), lambda x, axes: e4m3(x, axes, 128), 128),
+    "e5m2": NumberFormat(8, lambda x, bits, axes: e5m2(x, axes)),
     "mxfp4": NumberFormat(4, None, lambda x, axes: mxfp4(x, axes[0]), 32),
     "nvfp4": NumberFormat(4, None, lambda x, axes: nvfp4(x, axes[0], axes if len(axes) > 1 else None), 16),
 }

@@ -36,9 +36,15 @@ Rows = Sequence[tuple[Sequence[str], Weight]]  # with the names that tensors may
 def _tensors_of(folder: Path) -> Tensors:
     """Finds the tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names."""
     tensors: dict[str, Callable[[], np.ndarray]] = {}
+    float8 = []
     for path in _files(folder):
         with _opened(path) as file:
             tensors |= {name: functools.partial(_read, path, name) for name in file.keys()}
+            float8 += [name for name in file.keys() if file.get_slice(name).get_dtype() in _FLOAT8]
+    for name in float8:  # as compressed-tensors and DeepSeek name their scales
+        for scale in (f"{name}_scale", f"{name}_scale_inv"):
+            if scale in tensors:
+                tensors[name] = functools.partial(_scaled, name, tensors[name], tensors.pop(scale))
     for name in [name for name in tensors if name.endswith("_blocks")]:
         whole = name.removesuffix("_blocks")
         if scales := tensors.pop(f"{whole}_scales", None):
@@ -64,6 +70,27 @@ def _read_mxfp4(name: str, blocks: Callable[[], np.ndarray], scales: Callable[[]
     return np.swapaxes(values.reshape(*exponents.shape[:-1], -1), -1, -2)
 
 
+_FLOAT8 = {"F8_E4M3": jnp.dtype("float8_e4m3fn"), "F8_E5M2": jnp.dtype("float8_e5m2")}
+_SCALED_BLOCK = 128  # DeepSeek-V3, arXiv 2412.19437, section 3.3.2
+
+
+def _scaled(name: str, read: Callable[[], np.ndarray], read_scale: Callable[[], np.ndarray]) -> np.ndarray:
+    """Reads a tensor of float8 times its scales: one, one for each row, or one for each block of 128 x 128."""
+    values, scale = read(), read_scale().astype(np.float32)
+    if scale.size > 1 and scale.ndim == 1:
+        scale = scale[:, None]
+    for axis in range(scale.ndim if scale.size > 1 else 0):
+        if scale.ndim == values.ndim and scale.shape[axis] not in (1, values.shape[axis]):
+            scale = np.repeat(scale, _SCALED_BLOCK, axis)
+            if scale.shape[axis] - values.shape[axis] in range(_SCALED_BLOCK):
+                scale = np.take(scale, range(values.shape[axis]), axis)
+    try:
+        return values * np.broadcast_to(scale if scale.size > 1 else scale.reshape(()), values.shape)
+    except ValueError:
+        problem = f"the scales {list(scale.shape)} of tensor {name} {list(values.shape)}"
+        raise UserError(problem, allowed="one, one for each row, or one for each block of 128 x 128") from None
+
+
 def _files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
         files = read_json(folder / _INDEX, "index of safetensors").get("weight_map")
@@ -86,7 +113,15 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(path: Path, name: str) -> np.ndarray:
     with _opened(path) as file:
-        return file.get_tensor(name)
+        part = file.get_slice(name)
+        if (kind := part.get_dtype()) not in _FLOAT8:
+            return file.get_tensor(name)
+    with path.open("rb") as file:  # safetensors looks for a float8 in NumPy, which has none
+        size = int.from_bytes(file.read(8), "little")
+        start, stop = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + start)
+        values = np.frombuffer(file.read(stop - start), _FLOAT8[kind])
+    return values.reshape(part.get_shape()).astype(np.float32)
 
 
 @contextlib.contextmanager

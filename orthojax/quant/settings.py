@@ -148,8 +148,8 @@ MORE_SETTINGS = {
 }
 """Settings beyond the paper's, evaluated on request: wXaY has weights of X bits with a scale for each output channel
 (and group of 64 input features), and inputs of Y bits with a scale for each token; kvZ has keys and values of Z bits.
-`int4_group128` rounds weights only. The floats are those of `orthojax.ops.quantize`: `fp8_e4m3` has one scale for a
-kernel and one for its inputs, the others have blocks."""
+`int4_group128` rounds weights only. The floats are those of `orthojax.ops.quantize`: `fp8_e4m3` and `fp8_e5m2` have one
+scale for a kernel and one for its inputs, the others have blocks."""
 
 FLOATS = tuple(next(iter(of_format)) for of_format in _FLOATS)
 """One setting of each float format: with the scale of a tensor where it has one."""

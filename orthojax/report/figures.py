@@ -57,6 +57,11 @@ def _whole_numbers() -> Any:
     return MaxNLocator("auto", integer=True)
 
 
+def _literal(text: str) -> str:
+    """Escapes what matplotlib would read as a formula."""
+    return text.replace("$", r"\$")
+
+
 def lines(
     panels: Mapping[str, Mapping[str, Curve]],
     *,
@@ -87,14 +92,14 @@ def lines(
             for name, (x, y) in curves.items():
                 color, dash = looks[name]
                 y, few = np.atleast_2d(y), "o" if len(x) <= 12 else None
-                axes.plot(x, y.mean(0), color=color, linestyle=dash, label=name, marker=few, markersize=4)
+                axes.plot(x, y.mean(0), color=color, linestyle=dash, label=_literal(name), marker=few, markersize=4)
                 if ends and len(curves) <= 4:
                     last = (x[-1], y.mean(0)[-1])
                     axes.annotate(ends(last[1]), last, (4, -3), textcoords="offset points", color=color, fontsize=8.5)
                 if len(y) > 1:
                     axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.15, linewidth=0)
             _refer(axes, references)
-            axes.set(title=title, xscale=x_scale, yscale=y_scale)
+            axes.set(title=_literal(title), xscale=x_scale, yscale=y_scale)
             axes.set_xlabel(x_label if across > 1 or axes is grid[-1, 0] else "")
             if whole:
                 axes.xaxis.set_major_locator(_whole_numbers())
@@ -149,12 +154,13 @@ def bars(
         width, at = 0.8 / len(values), np.arange(len(groups))
         for i, ((name, y), color) in enumerate(zip(values.items(), cycle(COLORS), strict=False)):
             y, x = np.atleast_2d(y), at + (i - (len(values) - 1) / 2) * width
-            axes.bar(x, y.mean(0), width, color=color, edgecolor="white", label=name)
+            axes.bar(x, y.mean(0), width, color=color, edgecolor="white", label=_literal(name))
             if len(y) > 1:
                 whiskers = np.abs([y.mean(0) - y.min(0), y.max(0) - y.mean(0)])
                 axes.errorbar(x, y.mean(0), whiskers, fmt="none", ecolor="#333333", capsize=2)
         characters = max(6, int(10 * (figure.get_size_inches()[0] - 1) / len(groups)))
-        axes.set_xticks(at, [textwrap.fill(name.replace("_", " "), characters) for name in groups], fontsize=8)
+        words = [textwrap.fill(_literal(name.replace("_", " ")), characters) for name in groups]
+        axes.set_xticks(at, words, fontsize=8)
         axes.grid(visible=False, axis="x")
         axes.set(ylabel=textwrap.fill(y_label, 40), yscale=y_scale)
         _finish(figure, [axes], 1, "linear", y_scale)
@@ -179,10 +185,10 @@ def numbers(
                 axes.plot(values, [at] * len(values), ".", color="#333333", markersize=4)
             if (level := (references or {}).get(title)) is not None:
                 axes.axvline(level, color="#777777", linestyle="--", linewidth=1.1)
-            words = [f"{name.replace('_', ' ')}  {text}" for name, (_, text) in of.items()]
+            words = [_literal(f"{name.replace('_', ' ')}  {text}") for name, (_, text) in of.items()]
             axes.set_yticks(range(len(of)), words, weight="bold")
             axes.set(xticks=[])
-            axes.set_title(title, loc="left")
+            axes.set_title(_literal(title), loc="left")
             axes.invert_yaxis()
             axes.tick_params(length=0)
     return figure
@@ -201,7 +207,14 @@ def scatter(
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.2, 4.4))
         for (name, group), color, marker in zip(points.items(), cycle(COLORS), cycle(_MARKERS), strict=False):
-            axes.plot([x for x, *_ in group], [y for _, y, _ in group], marker, color=color, markersize=5, label=name)
+            axes.plot(
+                [x for x, *_ in group],
+                [y for _, y, _ in group],
+                marker,
+                color=color,
+                markersize=5,
+                label=_literal(name),
+            )
             for x, y, text in group:
                 axes.annotate(text, (x, y), (4, 3), textcoords="offset points", fontsize=7)
         _refer(axes, references)
@@ -227,7 +240,7 @@ def by_key(panels: Mapping[str, np.ndarray]) -> Figure:
             axes.bar(range(T), (visible * weights).sum(0) / queries, 0.8, color=color)
             equal = (visible / visible.sum(1, keepdims=True)).sum(0) / queries
             axes.plot(range(T), equal, color="#777777", linestyle="--", linewidth=1.1, label="equal weights")
-            axes.set(title=title, ylabel="weight")
+            axes.set(title=_literal(title), ylabel="weight")
             axes.grid(visible=False, axis="x")
         grid[-1, 0].set_xlabel("key position")
         _finish(figure, list(grid.flat), len(panels), "linear", "linear")
@@ -266,13 +279,13 @@ def maps(
             shown = np.where(panel > 0, panel, np.nan) if log else panel
             image = axes.imshow(shown, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
             axes.set_facecolor("#000004")
-            axes.set_title(title)
+            axes.set_title(_literal(title))
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(_whole_numbers())
             if x_ticks:
-                axes.set_xticks(range(len(x_ticks)), x_ticks, rotation=90)
+                axes.set_xticks(range(len(x_ticks)), map(_literal, x_ticks), rotation=90)
             if y_ticks:
-                axes.set_yticks(range(len(y_ticks)), y_ticks)
+                axes.set_yticks(range(len(y_ticks)), map(_literal, y_ticks))
             axes.set_ylabel(y_label if i % across == 0 else "")
             axes.set_xlabel(x_label if i + across >= len(panels) else "")
         for axes in list(grid.flat)[len(panels) :]:
