@@ -117,7 +117,7 @@ def _is_card(value: Any) -> bool:
         return False
     formats = [value.get(name, []) for name in ("rounding", "kv_cache")]
     metrics = value.get("metrics")
-    if not are(metrics, name=str) or not all(_is_number(metric.get("value")) for metric in metrics):
+    if not are(metrics, name=str) or not all(_is_number(metric.get("value")) for metric in metrics or []):
         return False
     if not all(are(part, format=str) for part in formats):
         return False

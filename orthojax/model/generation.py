@@ -212,7 +212,7 @@ def _written(
     key, token = jax.random.key(seed), prompt[:, shortest - 1]
     boundary, text = _boundary(model), [prompt[:, :shortest]]
     for place in range(shortest, last):
-        if place - 1 == boundary and shortest <= boundary < cache.size:
+        if boundary is not None and place - 1 == boundary and shortest <= boundary < cache.size:
             cache = _read(model, params, jnp.concatenate(text, 1), cache._replace(length=jnp.int32(0)))
             cache = cache._replace(length=cache.length - 1)
         logits, cache = _step(model, params, token, cache)
