@@ -229,29 +229,26 @@ def numpy_forward(config, params, tokens, given=None):
             {part: partial(_np_norm, config=config, p=p.get(f"{part}{name}")) for part in ("attention", "mlp")}
             for name in ("_norm", "_output_norm")
         )
-        before, after = ({}, norms) if config.block == "post_norm" else (norms, {})
         outputs = outputs if config.block == "sandwich_norm" else {}
         same, attends, kind = (lambda x: x), _at(config.attention, layer), _at(config.mlp, layer)
         before_block = x
         taps = dict.fromkeys(("attention_logits", "attention_weights", "keys", "values"), 0.0)
         taps |= dict.fromkeys(("value_norms", "head_norms"), 0.0)
         if attends:
-            read = before.get("attention", same)(x)
+            read = norms["attention"](x)
             attended, taps = _np_attention(config, read, p["attention"], given, layer, prefix)
         attended = (outputs.get("attention", same) if attends else same)(attended)
         attended = _np_intervened(attended, given, layer, "attention")
-        middle = (after.get("attention", same) if attends else same)(x + attended)
+        middle = x + attended
         if kind != "none":
-            mlp = _np_mlp(config, kind, before.get("mlp", same)(middle), p["mlp"])
+            mlp = _np_mlp(config, kind, norms["mlp"](middle), p["mlp"])
         mlp = (outputs.get("mlp", same) if kind != "none" else same)(mlp)
         mlp = _np_intervened(mlp, given, layer, "mlp")
-        x = (after.get("mlp", same) if kind != "none" else same)(middle + mlp)
-        x = _np_replaced(x, given.residual, given.residual_share, layer)
+        x = _np_replaced(middle + mlp, given.residual, given.residual_share, layer)
         taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
         taps["residual_before"] = before_block
         layers.append(taps)
-    if config.block != "post_norm":
-        x = _np_norm(x, config, params.get("final_norm"))
+    x = _np_norm(x, config, params.get("final_norm"))
     if config.embedding_projection:
         x = x @ params["head_input"]["kernel"]
     logits = x @ (table.T if config.tie_embeddings else params["head"]["kernel"])

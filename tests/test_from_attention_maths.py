@@ -280,18 +280,18 @@ def test_first_keys_cover_sequences_heads_and_layers():
     config = replace(TINY, changes | {"model.normalizer": "softmax", "data.sequence_length": 16})
     rows = np.random.default_rng(1).integers(0, 32, (5, 17), dtype=np.int32)
     model, data = loaded(config, drawn_params(config.model, 0.5)), inputs()._replace(evaluation=rows)
-    found = measures.FIRST_KEYS.measure(model, data, lambda part: None)
+    metrics, arrays = measures.FIRST_KEYS.measure(model, data, lambda part: None)
     weights = model.model.apply({"params": model.params}, rows[:, :-1], observe=lambda taps: taps.attention_weights)[1]
     weights = np.asarray(weights, np.float64)  # [layers, B, N, T, S]
     mass = weights[..., 10:, :10].mean((1, 3))
-    np.testing.assert_allclose(found.arrays["mass"], mass.mean((0, 1)), rtol=1e-5)
-    np.testing.assert_allclose(found.arrays["map"], weights.mean((0, 1, 2))[:, :24], rtol=1e-5)
+    np.testing.assert_allclose(arrays["mass"], mass.mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(arrays["map"], weights.mean((0, 1, 2))[:, :24], rtol=1e-5)
     winner = np.argmax(mass.mean((0, 1)))
-    assert found.metrics["winner"] == winner
-    assert found.metrics["winner_of_heads"] == np.mean(mass.argmax(-1) == winner)
+    assert metrics["winner"] == winner
+    assert metrics["winner_of_heads"] == np.mean(mass.argmax(-1) == winner)
     # A relaxed evaluation counts the same positions.
     loss = validation_loss_nats(config, model.params, data)
-    assert found.metrics["perplexity_after_first_keys"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert metrics["perplexity_after_first_keys"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 # Figures 4 and 5: output weights and their moments.
@@ -358,7 +358,7 @@ def test_moments_of_run_are_compared_in_own_basis(tmp_path):
     )
     train(config, inputs(), tmp_path)
     model = load(tmp_path)
-    kept = channels.OUTPUT_WEIGHTS.measure(model, inputs(), lambda part: None).arrays
+    kept = channels.OUTPUT_WEIGHTS.measure(model, inputs(), lambda part: None)[1]
     nu = channels.second_moments(read_optimizer_state(model.source))["layers_0"]["mlp"]["output"]["kernel"]
     np.testing.assert_allclose(kept["mlp_output_moments"][0], np.asarray(nu, np.float64).sum(0), rtol=1e-6)
     kernel = np.asarray(model.params["layers_0"]["mlp"]["output"]["kernel"])
@@ -396,7 +396,7 @@ def test_spike_shows_in_its_own_basis_alone():
 def test_a_layer_adds_the_difference_of_hidden_states():
     config = replace(cured(TINY), {"model.num_layers": 2, "optim.rotation.axes": "output"})
     model = loaded(config, init_state(config).params)
-    found = measures.BASES.measure(model, inputs(), lambda part: None).metrics
+    found = measures.BASES.measure(model, inputs(), lambda part: None)
 
     def observe(taps):
         before = taps.post_attention - taps.attention_output

@@ -31,7 +31,7 @@ GROUPED = llama2(
     "tiny", **SCANNED, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", relaxed_causal_tokens=2
 )
 BACKCOPY = bigram_backcopy(**UNROLLED, normalizer="relu", attention=(False, True), mlp=("linear", "none"))
-POST_NORM = ModelConfig(**SCANNED, block="post_norm", use_bias=True, normalizer="softmax1")
+BIASES = ModelConfig(**SCANNED, use_bias=True, normalizer="softmax1")
 LATENT = llama2(
     "tiny", **UNROLLED, d_head=6, mlp=("swiglu", "experts"), normalizer="softmax1", rope_theta=100.0,
     latent=LatentConfig(5, 7, 2, 3), experts=ExpertsConfig(d_expert=5),
@@ -49,7 +49,7 @@ CONFIGS = {
     "llama2": (llama2("tiny", **UNROLLED), FUSED),
     "grouped": (GROUPED, EFFECTS),
     "bigram_backcopy": (BACKCOPY, EFFECTS),
-    "post-norm": (POST_NORM, EFFECTS),
+    "biases": (BIASES, EFFECTS),
     "capped": (llama2("tiny", **UNROLLED, block="sandwich_norm", attention_soft_cap=1.5, attention_window=(3, None)),
                FUSED),
     "latent attention": (LATENT, EFFECTS),
@@ -91,7 +91,7 @@ def with_batch_axes(given):
     return Interventions(**arrays)
 
 
-@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, ("llama2", "post-norm")))
+@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, ("llama2", "biases")))
 def test_intervened_logits_and_taps_equal_the_oracle(name):
     config, effects = CONFIGS[name]
     params, ones, random = stacked_params(config), neutral(config), random_interventions(config)

@@ -91,9 +91,7 @@ ORACLE_CONFIGS = {
         rope_local_theta=30.0, rope=LATENT_AND_EXPERTS.rope),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "bigram-backcopy": bigram_backcopy(**SMALL, mlp=("linear", "relu"), normalizer="gelu"),
-    "post-norm": dataclasses.replace(
-        GPT2, block="post_norm", normalizer="gelu", mlp=("relu", "none"), attention=(False, True)
-    ),
+    "parts": dataclasses.replace(GPT2, normalizer="gelu", mlp=("relu", "none"), attention=(False, True)),
     "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
     "latent attention and experts": LATENT_AND_EXPERTS,
     "query latents, groups of experts": dataclasses.replace(
@@ -348,7 +346,7 @@ def test_layers_are_unrolled_in_training_on_a_gpu(monkeypatch):
 # Parts.
 
 
-@pytest.mark.parametrize("block", ["pre_norm", "post_norm", "output_norm", "parallel"])
+@pytest.mark.parametrize("block", ["pre_norm", "output_norm", "parallel"])
 def test_a_bfloat16_residual_stream_is_near_that_of_float32(block):
     config = dataclasses.replace(TINY, block=block, norm="layernorm", num_layers=2, scan_layers=True)
     half = dataclasses.replace(config, residual_dtype="bfloat16")

@@ -152,7 +152,7 @@ def test_loss_and_measure_of_keys_are_those_of_the_float64_oracle(changes, opene
             values = np.stack([mass, share, (x**4).mean(-1) / (x**2).mean(-1) ** 2, np.ones(24)])
             at += values
             np.add.at(of.T, row[:24], values.T)
-    found = KEYS.measure(LoadedModel(model, params, config, None, Path()), inputs, lambda what: None).metrics
+    found = KEYS.measure(LoadedModel(model, params, config, None, Path()), inputs, lambda what: None)
     position, ids = at[0] / at[1], np.flatnonzero(of[3])
     over, kurtoses = of[0, ids] / of[1, ids], of[2, ids] / of[3, ids]
     expected = {"first_over_share": position[0], "position_over_share": position.max(), "id_over_share": over.max(),

@@ -19,7 +19,7 @@ def test_recipes_are_rounded_as_evaluations_are(monkeypatch):
     monkeypatch.setattr("orthojax.experiments.ours.preventions._ROTATED", ("int8_coarse",))
     config = replace(TINY, {"model.embedding_projection": True, "model.gated_attention": "elementwise"})
     model = loaded(config, drawn_params(config.model, 0.3))
-    found = ROUNDED.measure(model, inputs(), lambda part: None).metrics
+    found = ROUNDED.measure(model, inputs(), lambda part: None)
     params, folded = fold_embedding_projection(model.params, config.model)
     plain = loaded(replace(config, {"model.embedding_projection": False, "model.tie_embeddings": False}), params)
     assert plain.config.model == folded
@@ -27,7 +27,7 @@ def test_recipes_are_rounded_as_evaluations_are(monkeypatch):
     wanted = evaluate(plain, inputs(), settings=settings)
     for name in settings:
         assert found[f"perplexity_{name}"] == pytest.approx(wanted[f"perplexity_{name}"], rel=1e-5)
-    four_bits = FOUR_BITS.measure(plain, inputs(), lambda part: None).metrics
+    four_bits = FOUR_BITS.measure(plain, inputs(), lambda part: None)
     assert four_bits["perplexity_w4a4"] == pytest.approx(wanted["perplexity_w4a4"], rel=1e-5)
     assert found["perplexity_int8_coarse_rotated"] == pytest.approx(wanted["perplexity"], rel=0.05)
     assert 0 < found["last_state_error_int8_coarse"] < found["last_state_error_w4a4"]
@@ -45,7 +45,7 @@ def test_kept_checkpoints_evaluated_as_they_are_and_rounded(tmp_path, monkeypatc
             state = blank_state(config)._replace(step=np.int32(step), params=drawn_params(config.model, 0.05 * step))
             checkpoints.save(state, config, inputs().provenance)
     (measure,) = LONG_PAIR.measures
-    found = measure.measure(load(tmp_path), inputs(), lambda part: None).metrics
+    found = measure.measure(load(tmp_path), inputs(), lambda part: None)
     steps = {int(name.rpartition("_")[2]) for name in found if "/step_" in name}
     assert steps == {4, 8, 12}
     for step in sorted(steps):

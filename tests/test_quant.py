@@ -272,8 +272,6 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "absmax", "tensor", keys_and_values=1), "keys_and_values=1 "),
     (lambda: integer_linear(quant.setting_named("fp8_e4m3")), "scheme='e4m3'"),
     (lambda: integer_linear(quant.setting_named("w4a4kv4")), "keys_and_values=4"),
-    (lambda: quant.static_linear(quant.setting_named("fp8_e4m3"), quant.Calibration({}, {})), "static scales"),
-    (lambda: quant.static_linear(with_kv(quant.INT8_COARSE, 8), quant.Calibration({}, {})), "keys_and_values=8"),
     (lambda: quant.quantize_params(PARAMS, with_kv(quant.INT4_ZEROPOINT, 4), "kernel"), "keys_and_values=4"),
 ]
 
@@ -413,7 +411,7 @@ def test_a_cache_gives_rounded_keys_and_values_too(first):
     assert np.abs(whole - plain).max() > 0.01
 
 
-# Static scales of activations.
+# A small model.
 
 LLAMA = llama2("tiny", num_layers=2, d_model=16, num_heads=2, d_mlp=24, vocab_size=32, max_length=8,
                scan_layers=False)  # fmt: skip
@@ -425,71 +423,10 @@ def params():
     return drawn_params(LLAMA)
 
 
-def test_the_largest_values_of_every_layer_are_kept(params):
-    seen = {}
-
-    def linear(x, kernel, bias, path):
-        seen[path] = np.asarray(x), np.asarray(x) @ np.asarray(kernel)
-        return jnp.asarray(seen[path][1])
-
-    Transformer(LLAMA, linear=linear, linear_head=True).apply({"params": params}, IDS)  # not traced
-    found = quant.calibrate(Transformer(LLAMA), params, IDS)
-    assert found.inputs.keys() == found.outputs.keys() == seen.keys()
-    assert "layers_1/mlp/gate" in seen
-    assert "head" in seen
-    for path, (x, y) in seen.items():
-        assert float(found.inputs[path]) == pytest.approx(np.abs(x).max(), rel=1e-5)
-        assert float(found.outputs[path]) == pytest.approx(np.abs(y).max(), rel=1e-5)
-
-
-@pytest.mark.parametrize("setting", [quant.INT8_MODERATE, quant.INT8_COARSE])
-@pytest.mark.parametrize("peak", [2.0, 8.0])
-def test_a_layer_is_its_definition_in_float64(setting, peak):
-    rng = np.random.default_rng(1)
-    x, kernel, bias = rng.normal(size=(5, 16)) * 2, rng.normal(size=(16, 9)), rng.normal(size=9)
-    assert 2.0 < np.abs(x).max() < 8.0
-    calibration = quant.Calibration({"a": jnp.float32(peak)}, {"a": jnp.float32(6.0)})
-
-    def on_scale(values, largest):
-        return np.clip(np.round(values / (largest / 127)), -127, 127) * (largest / 127)
-
-    wanted = on_scale(x, peak) @ on_scale(kernel, np.abs(kernel).max()) + bias
-    if setting.outputs:
-        wanted = on_scale(wanted, 6.0)
-    with jax.enable_x64(True):
-        found = quant.static_linear(setting, calibration)(*map(jnp.asarray, (x, kernel, bias)), "a")
-    np.testing.assert_allclose(found, wanted, atol=1e-9)
-
-
-def test_what_has_no_static_scales_is_refused(params):
-    scanned = Transformer(dataclasses.replace(LLAMA, scan_layers=True))
-    with pytest.raises(UserError, match="scanned"):
-        quant.calibrate(scanned, params, IDS)
-    for ids in ([[1, 99]], [[-1, 2]], [[0.5]]):
-        with pytest.raises(UserError, match="calibrate: token ids"):
-            quant.calibrate(Transformer(LLAMA), params, ids)
+def test_caches_of_no_width_are_refused():
     for bits, first in ((2.5, 0), (1, 0), (8, -1), (8, 0.5)):
         with pytest.raises(UserError, match="allowed: integers"):
             quant.rounded_cache(Transformer(LLAMA), bits, first)
-    for setting in (quant.INT8_FINE, quant.INT4_ZEROPOINT, dataclasses.replace(quant.INT8_COARSE, float_features=1)):
-        with pytest.raises(UserError, match="static scales"):
-            quant.static_linear(setting, quant.Calibration({}, {}))
-    x = jnp.ones((2, 2))
-    with pytest.raises(UserError, match="no scale of b"):
-        quant.static_linear(quant.INT8_COARSE, quant.Calibration({}, {}))(x, x, None, "b")
-    still = quant.static_linear(quant.INT8_MODERATE, quant.Calibration({"a": jnp.float32(0)}, {}))
-    np.testing.assert_array_equal(still(jnp.zeros((1, 2)), jnp.ones((2, 1)), None, "a"), 0.0)  # a layer without input
-
-
-@pytest.mark.parametrize("setting", [quant.INT8_MODERATE, quant.INT8_COARSE])
-def test_a_layer_whose_input_was_always_zero_is_no_nan(params, setting):
-    params = jax.tree.map(jnp.asarray, params)
-    params["layers_0"]["mlp"]["gate"]["kernel"] *= 0.0
-    calibration = quant.calibrate(Transformer(LLAMA), params, IDS)
-    assert calibration.inputs["layers_0/mlp/output"] == calibration.outputs["layers_0/mlp/output"] == 0.0
-    both = (Transformer(LLAMA, linear=quant.static_linear(setting, calibration)), Transformer(LLAMA))
-    found, plain = (np.asarray(model.apply({"params": params}, IDS)[0]) for model in both)
-    assert 0 < np.abs(found - plain).max() < 0.1 * np.abs(plain).max()
 
 
 # Where the error comes from.

@@ -33,7 +33,7 @@ from orthojax.experiments import catalog
 from orthojax.experiments.active_dormant.measures import RISKS
 from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
-from orthojax.experiments.measures import Measure, Measured
+from orthojax.experiments.measures import Measure
 from orthojax.experiments.running import run_name, run_study
 from orthojax.experiments.study import Given, Row, Study, from_lists, make_report, read_results, results_of
 from orthojax.files import read_with_digest
@@ -178,7 +178,7 @@ def test_a_measurement_that_was_changed_is_refused(tmp_path):
     metrics, calls = {"loss_nats": 0.1, "kurtosis_first": float("nan")}, []
 
     def of():
-        measure = Measure("planted", lambda *_: calls.append(1) or Measured(metrics, {"x": np.arange(3)}))
+        measure = Measure("planted", lambda *_: calls.append(1) or (metrics, {"x": np.arange(3)}))
         return measure.of(tmp_path, lambda: None, None, print)
 
     text, arrays = (tmp_path / f"measured/planted.{kind}" for kind in ("json", "npz"))

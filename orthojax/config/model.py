@@ -148,11 +148,10 @@ class ModelConfig:
         in SmolLM3).
       rope: Which channels rotary positions rotate, and how they are stretched; None means all channels without
         stretching.
-      block: Placement of norms and order of the parts. `pre_norm`: x = x + f(norm(x)), and a final norm. `post_norm`:
-        x = norm(x + f(x)), and no final norm (arXiv 2002.04745). `output_norm`: x = x + norm(f(x)), and a final norm
-        (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) + mlp(norm(x)), each with its own norm
-        (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x))), and a final norm (Gemma 2, arXiv
-        2408.00118).
+      block: Placement of norms, besides a final one, and order of the parts. `pre_norm`: x = x + f(norm(x)).
+        `output_norm`: x = x + norm(f(x)) (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) +
+        mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x)))
+        (Gemma 2, arXiv 2408.00118).
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
       norm_eps: Added to the variance inside every norm.
       qk_norm: A norm on queries and keys before positions: per head over its channels, with one scale shared by all
@@ -220,7 +219,7 @@ class ModelConfig:
     rotary_layers: bool | tuple[bool, ...] = True
     rope: RopeConfig | None = None
     # Norms and biases.
-    block: Literal["pre_norm", "post_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
+    block: Literal["pre_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
     norm: Norm = "rmsnorm_single"
     norm_eps: float = setting(1e-5, POSITIVE)
     qk_norm: Literal["none", "head", "all"] = "none"

@@ -37,6 +37,12 @@ class Scope(NamedTuple):
         return [self._replace(results={name: one(of, s) for name, of in self.results.items()}) for s in seeds] or [self]
 
 
+def _operator(
+    symbol: str, of: Callable[[Any, Any], Any], binding: int, *, swapped: bool = False
+) -> Callable[["Expr", Any], "Expr"]:
+    return lambda self, other: _binary(symbol, of, binding, *((other, self) if swapped else (self, other)))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expr:
     """A number or a truth value of variants: its text, and the function that computes it.
@@ -66,37 +72,12 @@ class Expr:
         lacks = lambda scope: f"{first(scope)} in every seed"  # noqa: E731
         return dataclasses.replace(self, text=f"{_within(self, 2)} in every seed", value=every, binding=2, lacks=lacks)
 
-    def __add__(self, other: Any) -> "Expr":
-        return _binary("+", operator.add, 5, self, other)
-
-    def __sub__(self, other: Any) -> "Expr":
-        return _binary("-", operator.sub, 5, self, other)
-
-    def __rsub__(self, other: Any) -> "Expr":
-        return _binary("-", operator.sub, 5, other, self)
-
-    def __mul__(self, other: Any) -> "Expr":
-        return _binary("*", operator.mul, 6, self, other)
-
-    def __truediv__(self, other: Any) -> "Expr":
-        return _binary("/", operator.truediv, 6, self, other)
-
-    def __rtruediv__(self, other: Any) -> "Expr":
-        return _binary("/", operator.truediv, 6, other, self)
-
-    def __lt__(self, other: Any) -> "Expr":
-        return _binary("<", operator.lt, 4, self, other)
-
-    def __le__(self, other: Any) -> "Expr":
-        return _binary("<=", operator.le, 4, self, other)
-
-    def __gt__(self, other: Any) -> "Expr":
-        return _binary(">", operator.gt, 4, self, other)
-
-    def __ge__(self, other: Any) -> "Expr":
-        return _binary(">=", operator.ge, 4, self, other)
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _operator("+", operator.add, 5)
+    __sub__, __rsub__ = _operator("-", operator.sub, 5), _operator("-", operator.sub, 5, swapped=True)
+    __mul__ = __rmul__ = _operator("*", operator.mul, 6)
+    __truediv__, __rtruediv__ = _operator("/", operator.truediv, 6), _operator("/", operator.truediv, 6, swapped=True)
+    __lt__, __le__ = _operator("<", operator.lt, 4), _operator("<=", operator.le, 4)
+    __gt__, __ge__ = _operator(">", operator.gt, 4), _operator(">=", operator.ge, 4)
 
     def __and__(self, other: "Expr") -> "Expr":
         text = f"{_within(self, 1)} and {_within(other, 1)}"
@@ -174,19 +155,19 @@ def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
 
 def largest(*exprs: Any) -> Expr:
     """Returns the largest of several expressions."""
-    return _extreme("max", "largest", max, exprs)
+    return _extreme("largest", max, exprs)
 
 
 def smallest(*exprs: Any) -> Expr:
     """Returns the smallest of several expressions."""
-    return _extreme("min", "smallest", min, exprs)
+    return _extreme("smallest", min, exprs)
 
 
-def _extreme(name: str, word: str, of: Callable[[Sequence[float]], float], exprs: Sequence[Any]) -> Expr:
-    found = function(name, lambda *values: of(values), *exprs)
-    metrics = " and ".join(dict.fromkeys(metric.label for metric, _ in found.terms))
-    variants = ", ".join(dict.fromkeys(variant for _, variant in found.terms))
-    return dataclasses.replace(found, brief=f"{word} of {metrics}: {variants}" if found.terms else "")
+def _extreme(word: str, of: Callable[..., float], exprs: Sequence[Any]) -> Expr:
+    extreme = function(of.__name__, lambda *values: of(values), *exprs)
+    metrics = " and ".join(dict.fromkeys(metric.label for metric, _ in extreme.terms))
+    variants = ", ".join(dict.fromkeys(variant for _, variant in extreme.terms))
+    return dataclasses.replace(extreme, brief=f"{word} of {metrics}: {variants}" if extreme.terms else "")
 
 
 def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:
@@ -471,14 +452,6 @@ def halved(says: str, after: str, before: str, **more: Any) -> Claim:
 def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim:
     """Returns the claim that perplexity is at most 1% higher."""
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
-
-
-def spearman(x: Sequence[float], y: Sequence[float]) -> float:
-    """Computes Spearman's rank correlation."""
-    from scipy import stats  # here, because it takes a second to import
-
-    found: Any = stats.spearmanr(x, y)
-    return float(found.statistic)
 
 
 def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more: Any) -> Claim:

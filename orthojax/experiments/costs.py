@@ -22,8 +22,7 @@ def step_costs(
 ) -> dict[str, dict[str, float]]:
     """Measures the cost of a training step of every variant, interleaved for variants with the same reference.
 
-    The step of every variant is timed `repeats` times; where steps are short, ten of them at a time. The JSON file
-    `path` keeps the numbers, since measuring takes minutes.
+    Each step is timed `repeats` times, ten at once if it is short; the JSON file `path` keeps the numbers.
 
     Returns:
       Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
@@ -49,10 +48,10 @@ def _costs_of(configs: Mapping[str, Config], base: str, repeats: int) -> dict[st
     steps = {name: Stepper(config) for name, config in configs.items()}
     timed = interleaved_seconds(steps, repeats)
     seconds = {name: [of / steps[name].steps_per_call for of in timed[name]] for name in configs}
-    moments = {name: jax.tree.leaves(state_shapes(config).opt_state) for name, config in configs.items()}
-    state_bytes = {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in moments.items()}
-    sizes = {name: (state_bytes[name], steps[name].program_bytes()) for name in configs}
-    found = {}
+    sizes, costs = {}, {}
+    for name, config in configs.items():
+        state = jax.tree.leaves(state_shapes(config).opt_state)
+        sizes[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in state), steps[name].program_bytes()
     for name in configs:
         keys = ("step_ratio_lower", "step_ratio", "step_ratio_upper")
         ratio: dict[str, float] = dict(zip(keys, ratio_quartiles(seconds[name], seconds[base]), strict=True))
@@ -60,8 +59,8 @@ def _costs_of(configs: Mapping[str, Config], base: str, repeats: int) -> dict[st
         for what, size, of_base in zip(("optimizer_state", "program"), sizes[name], sizes[base], strict=True):
             if size is not None and of_base is not None:  # the compiler may not report it
                 ratio |= {f"{what}_bytes": size, f"{what}_ratio": size / of_base}
-        found[name] = {f"cost_{key}": value for key, value in ratio.items()}
-    return found
+        costs[name] = {f"cost_{key}": value for key, value in ratio.items()}
+    return costs
 
 
 class Stepper:
@@ -93,22 +92,17 @@ class Stepper:
         """Returns the bytes of arguments, results and temporaries of one step, donated buffers counted once."""
         memory = self._program.memory_analysis()
         sizes = [getattr(memory, f"{of}_size_in_bytes", None) for of in ("argument", "output", "temp", "alias")]
-        if None in sizes:
-            return None
-        *needed, donated = (int(size or 0) for size in sizes)
-        return sum(needed) - donated
+        return None if None in sizes else int(sum(sizes[:3]) - sizes[3])
 
 
 def interleaved_seconds(
     functions: Mapping[str, Callable[[], Any]], repeats: int, *, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Times functions interleaved: A B C, C B A, A B C, ...
+    """Times functions interleaved, A B C, C B A, A B C, ..., and returns the seconds of each repetition by name.
 
-    Other work on the machine then affects all of them alike, and the ratio of two times of one repetition is steadier
-    than either. The order alternates, because a function finds the caches as the previous one left them.
-
-    A call is over when the arrays that it returns are ready. Each function gets `repeats` timed calls, after one in
-    which it compiles. Returns the seconds of each repetition, in order, by name.
+    Other work on the machine affects all of them alike, so that ratios of times of one repetition are steady. The order
+    alternates, because a function finds the caches as the previous one left them. A call is over when the arrays that
+    it returns are ready; a first one, which compiles, is not timed.
     """
     names = list(functions)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,8 @@ from orthojax.train import Inputs, evaluate, rounded_perplexities
 from orthojax.train.step import split_tokens
 
 Say = Callable[[str], None]
-
-
-class Measured(NamedTuple):
-    """Metrics for results.json, and arrays for pictures."""
-
-    metrics: dict[str, float]
-    arrays: Mapping[str, np.ndarray] = MappingProxyType({})
+Metrics = dict[str, float]
+Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +30,14 @@ class Measure:
 
     Attributes:
       name: Name of the files that store it, so a new definition needs a new name.
-      measure: (model, inputs, say) -> `Measured`; `say` takes the name of each finished part.
+      measure: (model, inputs, say) -> metrics for results.json, or these and arrays for pictures; `say` takes the name
+        of each finished part.
     """
 
     name: str
-    measure: Callable[[LoadedModel, Inputs, Say], Measured]
+    measure: Callable[[LoadedModel, Inputs, Say], Metrics | tuple[Metrics, Arrays]]
 
-    def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> dict[str, float]:
+    def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> Metrics:
         """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
 
         Raises:
@@ -50,8 +45,10 @@ class Measure:
         """
         path = folder / "measured" / f"{self.name}.json"
 
-        def measured() -> dict[str, float]:
-            metrics, arrays = self.measure(load(), inputs, say)
+        def measured() -> Metrics:
+            result = self.measure(load(), inputs, say)
+            metrics, arrays = result if isinstance(result, tuple) else (result, {})
+            say(self.name)
             path.parent.mkdir(parents=True, exist_ok=True)
             if arrays:  # first, so that the metrics imply both
                 save = functools.partial(np.savez_compressed, **cast(Any, arrays))
@@ -61,7 +58,7 @@ class Measure:
         return check_metrics(kept(path, f"measurement {self.name}", measured), str(path))
 
 
-def by_layer(name: str, values: np.ndarray) -> dict[str, float]:
+def by_layer(name: str, values: np.ndarray) -> Metrics:
     """Returns the metrics of a value for each layer, [layers]: the mean as `name`, each as `name/layer_i`."""
     layers = {f"{name}/layer_{layer}": float(value) for layer, value in enumerate(values)}
     return {name: float(np.mean(values)), **layers}
@@ -71,7 +68,7 @@ def _observe_maps(taps: Taps) -> tuple[jax.Array, jax.Array]:
     return jnp.mean(taps.attention_weights, axis=1), jnp.abs(taps.residual)
 
 
-def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> tuple[Metrics, Arrays]:
     """Measures attention and hidden states on one sequence: Figures 1 and 27 to 40 of From Attention to Activation.
 
     Returns:
@@ -84,23 +81,22 @@ def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         np.stack([x[:, 0].mean(0), x[0, 0], x[len(x) // 4, 0], x[3 * len(x) // 4, 0]])
         for x in map(np.asarray, observed)
     )
-    say("maps")
-    return Measured({}, {"attention": attention, "hidden": hidden, "tokens": tokens[0]})
+    return {}, {"attention": attention, "hidden": hidden, "tokens": tokens[0]}
 
 
 def rounded(name: str, formats: Collection[str]) -> Measure:
     """Returns the measure of the perplexities of a language model at some formats."""
 
-    def measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+    def measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
         settings = {key: quant.setting_named(key) for key in formats if inputs.task is None}
-        return Measured(rounded_perplexities(loaded, inputs, settings, on_progress=say))
+        return rounded_perplexities(loaded, inputs, settings, on_progress=say)
 
     return Measure(name, measure)
 
 
 # For every run. If a metric is added to `evaluate`, the name here must change, since stored files lack the metric.
 ALWAYS = (
-    Measure("evaluation", lambda loaded, inputs, say: Measured(evaluate(loaded, inputs, settings={}, on_progress=say))),
+    Measure("evaluation", lambda loaded, inputs, say: evaluate(loaded, inputs, settings={}, on_progress=say)),
     Measure("maps", _maps),
 )
 # For every run unless `Study.rounding` is off: each setting compiles a program of its own.

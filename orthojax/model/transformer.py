@@ -72,7 +72,7 @@ class Block(nn.Module):
             taps = self._no_attention_taps(B, T)
             new = taps["keys"], taps["values"]
         attention_output = intervene(attention_output, given, "attention")
-        post_attention = self._normed(x + attention_output, "attention", "sum")
+        post_attention = x + attention_output
         kind = c.layer_mlp(self.layer)
         if kind != "none":
             read = self._normed(x if c.block == "parallel" else post_attention, "mlp", "input")
@@ -82,7 +82,7 @@ class Block(nn.Module):
                 mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
             mlp_output = self._to_residual(self._normed(mlp_output, "mlp", "output"), "mlp")
         mlp_output = intervene(mlp_output, given, "mlp")
-        x = self._normed(post_attention + mlp_output, "mlp", "sum").astype(residual_before.dtype)
+        x = (post_attention + mlp_output).astype(residual_before.dtype)
         x = replace(x, given.residual, given.residual_share)
         if cached is not None:
             return x, new
@@ -98,14 +98,11 @@ class Block(nn.Module):
         )
         return x, self.observe(seen)
 
-    def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: str) -> jax.Array:
-        """Applies the norm of a part of this layer at its input, at its output or at the sum, if it is there."""
-        c = self.config
-        places = {"post_norm": ["sum"], "output_norm": ["output"], "sandwich_norm": ["input", "output"]}
-        has_part = c.layer_attention(self.layer) if part == "attention" else c.layer_mlp(self.layer) != "none"
-        there = has_part and at in places.get(c.block, ["input"])
-        second = c.block == "sandwich_norm" and at == "output"
-        return Norm(c, name=f"{part}_output_norm" if second else f"{part}_norm")(x) if there else x
+    def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: Literal["input", "output"]) -> jax.Array:
+        """Applies the norm at the input or at the output of a part, if it is there."""
+        places = {"output_norm": ["output"], "sandwich_norm": ["input", "output"]}.get(self.config.block, ["input"])
+        second = len(places) > 1 and at == "output"
+        return Norm(self.config, name=f"{part}_output_norm" if second else f"{part}_norm")(x) if at in places else x
 
     def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
         return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
@@ -224,7 +221,7 @@ class Transformer(nn.Module):
         x, observed = self._blocks(x, interventions, observe, cache, slots, prefix)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
-        x = (x if c.block == "post_norm" else Norm(c, name="final_norm")(x)).astype(dtype)
+        x = Norm(c, name="final_norm")(x).astype(dtype)
         x = self._projected(x, "head_input") if c.embedding_projection else x
         if c.tie_embeddings and c.fixed_rotation:
             x = from_residual(x, _TOKEN_TABLE)

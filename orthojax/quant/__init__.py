@@ -1,12 +1,9 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
-`settings` says what is rounded; `linear` simulates it in floats, with activation scales from the batch or from a
-calibration text, and computes it on integers if possible. `propagation` shows where the error comes from, `rotated`
-makes a trained model easier to round.
+`settings` says what is rounded; `linear` simulates it in floats, and computes it on integers if possible.
+`propagation` shows where the error comes from, `rotated` makes a trained model easier to round.
 """
 
-from orthojax.quant.linear import Calibration as Calibration
-from orthojax.quant.linear import calibrate as calibrate
 from orthojax.quant.linear import integer_linear as integer_linear
 from orthojax.quant.linear import integer_params as integer_params
 from orthojax.quant.linear import quantize_params as quantize_params
@@ -14,7 +11,6 @@ from orthojax.quant.linear import quantized_linear as quantized_linear
 from orthojax.quant.linear import require_integers as require_integers
 from orthojax.quant.linear import rounded_cache as rounded_cache
 from orthojax.quant.linear import rounded_model as rounded_model
-from orthojax.quant.linear import static_linear as static_linear
 from orthojax.quant.prefix import prefix_cache as prefix_cache
 from orthojax.quant.propagation import LinearError as LinearError
 from orthojax.quant.propagation import RoundingError as RoundingError

@@ -6,24 +6,19 @@ well: an untied kernel, and tied embeddings in a `Transformer(linear_head=True)`
 of the head; for the lookup it stays float.
 
 Activation scales are dynamic: they come from the current batch, so the result of an evaluation depends on its batches.
-`static_linear` has fixed scales from a calibration text: they save the search for the largest value of every batch, and
-anything larger than in the calibration is clipped.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.ops.products import is_head
 from orthojax.ops.quantize import FORMATS, Axes, Quantized, dequantize, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.prefix import require_tokens
 from orthojax.quant.settings import (
     ALL_BUT_HEAD,
     KERNELS_BUT_HEAD,
@@ -35,8 +30,6 @@ from orthojax.quant.settings import (
 if TYPE_CHECKING:
     from orthojax.config import ModelConfig
     from orthojax.model import LinearFunction, Transformer
-
-Rounding = Callable[[jax.Array, str], jax.Array]
 
 
 def _fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
@@ -105,12 +98,30 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
     >>> float(linear(x, kernel, None, "mlp/input")[0, 0]), float(linear(x, kernel, None, "head")[0, 0])
     (16129.0, 16129.400390625)
     """
+    from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
 
-    def round_outputs(y: jax.Array, path: str) -> jax.Array:
+    pattern = compile_pattern(include)
+
+    def round_outputs(y: jax.Array) -> jax.Array:
         kept = _largest_features(y, setting.float_features) if setting.float_features else False
         return jnp.where(kept, y, _fake_quantize(jnp.where(kept, 0, y), setting, setting.input_bits, None))
 
-    return _rounding(setting, include, lambda x, path: _fake_quantize_inputs(x, setting), round_outputs)
+    def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+        if pattern.search(path) is None:
+            return float_linear(x, kernel, bias, path)
+        a, w = at_least_float32(x), at_least_float32(kernel)
+        floats = 0.0
+        if setting.float_features:
+            kept = _largest_features(a, setting.float_features)
+            floats = float_linear(jnp.where(kept, a, 0), w, None, path)
+            a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
+        a = a if setting.inputs is None else _fake_quantize_inputs(a, setting)
+        w = _fake_quantize_kernel(w, setting, path)
+        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
+        y = y if setting.outputs is None else round_outputs(y)
+        return y if is_head(path) else y.astype(x.dtype)
+
+    return linear
 
 
 def rounded_model(
@@ -165,32 +176,6 @@ def _kv_rounding(bits: int | None, float_tokens: int = 0) -> Callable[[jax.Array
     return round_later if float_tokens else round_all
 
 
-def _rounding(
-    setting: QuantizationSetting, include: str, round_inputs: Rounding, round_outputs: Rounding
-) -> "LinearFunction":
-    """Makes a linear layer of rounded operands; `round_inputs` and `round_outputs` are functions of (values, path)."""
-    from orthojax.model import linear as float_linear  # here, so that flax is not needed for `quantize_params`
-
-    pattern = compile_pattern(include)
-
-    def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        if pattern.search(path) is None:
-            return float_linear(x, kernel, bias, path)
-        a, w = at_least_float32(x), at_least_float32(kernel)
-        floats = 0.0
-        if setting.float_features:
-            kept = _largest_features(a, setting.float_features)
-            floats = float_linear(jnp.where(kept, a, 0), w, None, path)
-            a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
-        a = a if setting.inputs is None else round_inputs(a, path)
-        w = _fake_quantize_kernel(w, setting, path)
-        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
-        y = y if setting.outputs is None else round_outputs(y, path)
-        return y if is_head(path) else y.astype(x.dtype)
-
-    return linear
-
-
 def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> Any:
     """Rounds the kernels of a tree of parameters, for models whose linear layers cannot be replaced.
 
@@ -213,77 +198,6 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
     if any(part is not None for part in (setting.inputs, setting.outputs, setting.keys_and_values)):
         raise UserError(f"{setting} rounds activations, which parameters do not have", allowed="a weights-only setting")
     return map_kernels(params, include, lambda kernel, path: _fake_quantize_kernel(jnp.asarray(kernel), setting, path))
-
-
-class Calibration(NamedTuple):
-    """The largest |value| that each linear layer saw, float32 [], by path.
-
-    Attributes:
-      inputs: Largest |value| of x.
-      outputs: Largest |value| of x @ kernel + bias.
-    """
-
-    inputs: Mapping[str, jax.Array]
-    outputs: Mapping[str, jax.Array]
-
-
-def calibrate(model: "Transformer", params: Any, tokens: ArrayLike) -> Calibration:
-    """Runs a float model on a text, int [B, T], and keeps the largest values.
-
-    UserError unless `scan_layers=False` (see `unstack_layers`): layers that are scanned share a path; for ids that the
-    model does not have.
-    """
-    from orthojax.model import Transformer  # here, so that flax is not needed for `quantize_params`
-    from orthojax.model import linear as float_linear
-
-    if model.config.scan_layers:
-        raise UserError("static scales for scanned layers", allowed="scan_layers=False, with unstack_layers(params)")
-
-    def run(params: Any, tokens: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        inputs: dict[str, jax.Array] = {}
-        outputs: dict[str, jax.Array] = {}
-
-        def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-            y = float_linear(x, kernel, bias, path)
-            inputs[path], outputs[path] = (jnp.max(jnp.abs(at_least_float32(values))) for values in (x, y))
-            return y
-
-        # Without rematerialisation: what is kept here would not leave its trace.
-        config = dataclasses.replace(model.config, remat=False)
-        Transformer(config, linear=linear, linear_head=True).apply({"params": params}, tokens)
-        return inputs, outputs
-
-    return Calibration(*jax.jit(run)(params, require_tokens(tokens, model.config.vocab_size, "calibrate")))
-
-
-def static_linear(
-    setting: QuantizationSetting, calibration: Calibration, include: str = ALL_BUT_HEAD
-) -> "LinearFunction":
-    """Makes a linear layer like `quantized_linear`, with activation scales from a calibration.
-
-    step = peak / (2^(bits-1) - 1) with the peak of the calibration, y = clip(round(x / step)) * step.
-
-    Args:
-      setting: One with scheme `absmax` and one scale for a tensor of inputs, as in `INT8_MODERATE`, else UserError.
-      calibration: From `calibrate` on the same model; a layer that is not in it raises UserError.
-      include: As for `quantized_linear`.
-    """
-    if (setting.scheme, setting.inputs, setting.float_features) != ("absmax", "tensor", 0):
-        raise UserError(f"static scales for {setting}", allowed="scheme='absmax', inputs='tensor', float_features=0")
-    if setting.keys_and_values is not None:
-        raise UserError(f"static scales for keys_and_values={setting.keys_and_values}", allowed="None")
-
-    largest = 2 ** (setting.input_bits - 1) - 1
-
-    def rounded(peaks: Mapping[str, jax.Array], x: jax.Array, path: str) -> jax.Array:
-        if path not in peaks:
-            raise UserError(f"no scale of {path}", allowed="the calibration of the same model")
-        peak = peaks[path]
-        step = jnp.where(peak > 0, peak, 1.0).astype(x.dtype) / largest
-        return jnp.where(peak > 0, jnp.clip(jnp.round(x / step), -largest, largest) * step, x)
-
-    inputs, outputs = (functools.partial(rounded, peaks) for peaks in calibration)
-    return _rounding(setting, include, inputs, outputs)
 
 
 def require_integers(setting: QuantizationSetting) -> None:

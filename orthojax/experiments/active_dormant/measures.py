@@ -12,7 +12,7 @@ from orthojax import analysis, quant
 from orthojax.data import BigramBackcopy
 from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.claims import Metric
-from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.experiments.measures import Measure, Metrics, Say, by_layer
 from orthojax.model import Interventions, LoadedModel, Taps
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.report.results import Numbers
@@ -58,7 +58,7 @@ def line(x: ArrayLike, y: ArrayLike) -> tuple[float, float]:
     return float(np.corrcoef(x, y)[0, 1]), float(np.polyfit(x, y, 1)[0])
 
 
-def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Computes start, maximum, growth and `half_step` of every curve, and lines over ln t and t at late steps."""
     lines = [line for line in read_metrics(loaded.source.parents[1] / "metrics.jsonl") if "sink_attention" in line]
     layers = range(loaded.config.model.num_layers)
@@ -75,8 +75,7 @@ def _history(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         for kind, x, late in (("log", np.log(np.maximum(steps, 1)), steps >= 200), ("linear", steps, steps >= 500)):
             if late.sum() > 2 and np.ptp(values[late]) > 0:
                 found[f"{name}/{kind}_r"], found[f"{name}/{kind}_slope"] = line(x[late], values[late])
-    say("history")
-    return Measured(found)
+    return found
 
 
 HISTORY = Measure("history", _history)
@@ -109,13 +108,12 @@ def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> d
     return found
 
 
-def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     folder, probes = loaded.source.parents[1] / "probes", []
     for step in sorted(loaded.config.train.probe_steps):
         with np.load(probe_file(folder, step)) as arrays:
             probes.append({name: arrays[name] for name in arrays})
-    say("mechanism")
-    return Measured(mechanism(probes))
+    return mechanism(probes)
 
 
 MECHANISM = Measure("mechanism", _mechanism)  # for runs with `mechanism_probe`
@@ -137,7 +135,7 @@ def _scales(num_layers: int) -> dict[str, Interventions]:
     }
 
 
-def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Computes `NAME: METRIC` for every intervention: risks, and by layer gap, value and peak."""
     assert inputs.task is not None
     (observe, risks_of), tokens, found = observing(inputs.task), jnp.asarray(inputs.evaluation[:128, :-1]), {}
@@ -147,14 +145,13 @@ def _intervene(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         for key, value in metrics.items():
             if key.split("/")[0] in _KEPT and np.isfinite(value):
                 found[f"{name}: {key}"] = value
-    say("interventions")
-    return Measured(found)
+    return found
 
 
 INTERVENTIONS = Measure("interventions", _intervene)
 
 
-def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Measures weights on <s> in sequences without triggers, and which tokens the head treats as triggers.
 
     In the published probe a token c follows <s> and non-triggers; c is called a trigger if the last query's weight on
@@ -178,8 +175,7 @@ def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured
         found[f"dormant_sink/layer_{layer}"] = float(on_first[layer, :, len(start) :].mean())
         found[f"triggers_found/layer_{layer}"] = float(called[is_trigger].mean())
         found[f"others_called_triggers/layer_{layer}"] = float(called[~is_trigger].mean())
-    say("sequences without triggers")
-    return Measured(found)
+    return found
 
 
 WITHOUT_TRIGGERS = Measure("without_triggers", _without_triggers)
@@ -236,21 +232,20 @@ def _observing(task: BigramBackcopy) -> Callable[..., dict[str, jax.Array]]:
     return observe
 
 
-def _measure_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _measure_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     assert inputs.task is not None
     tokens = inputs.evaluation[:, :-1]
     seen = analysis.measure(loaded, [(tokens, tokens)], _observing(inputs.task))
-    say("keys")
     metrics: dict[str, float] = {}
     for name, layers in seen.items():
         metrics |= by_layer(name, np.asarray(layers))
-    return Measured(metrics)
+    return metrics
 
 
 KEY_MASS = Measure("keys", _measure_keys)
 
 
-def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Computes the measures of From Attention to Activation, and perplexity at every quantisation setting."""
     tokens = split_tokens(inputs.evaluation, loaded.config.model)[0]
     batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
@@ -259,8 +254,7 @@ def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         del found[key]  # already in the evaluation
     found["perplexity"] = perplexity(validation_loss_nats(loaded.config, loaded.params, inputs, model=loaded.model))
     found |= rounded_perplexities(loaded, inputs, quant.SETTINGS)
-    say("outliers")
-    return Measured(found)
+    return found
 
 
 OUTLIER_MEASURES = Measure("outliers", _outliers)

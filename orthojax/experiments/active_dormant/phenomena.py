@@ -9,7 +9,7 @@ from orthojax.experiments.active_dormant import measures
 from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_PEAK
 from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy
 from orthojax.experiments.claims import Claim, Expr, Metric, all_of, check, largest, shares, smallest
-from orthojax.experiments.measures import Measure, Measured, Say
+from orthojax.experiments.measures import Measure, Metrics, Say
 from orthojax.experiments.study import Study, grid
 from orthojax.model import LoadedModel
 from orthojax.report.page import Table
@@ -152,11 +152,10 @@ _PUBLISHED: dict[str, tuple[float | None, ...]] = {
 }
 
 
-def _by_step(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _by_step(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     lines = {line["step"]: line for line in read_metrics(loaded.source.parents[1] / "metrics.jsonl")}
-    say("steps")
-    return Measured({f"{name}/step_{step}": float(lines[step][name]) for name in _PUBLISHED for step in _STEPS
-                     if name in lines[step]})  # fmt: skip
+    at = [(name, step) for name in _PUBLISHED for step in _STEPS if name in lines[step]]
+    return {f"{name}/step_{step}": float(lines[step][name]) for name, step in at}
 
 
 def _published_steps(results: Results) -> Table:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from orthojax import analysis
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.experiments.measures import Arrays, Measure, Metrics, Say, by_layer
 from orthojax.model import LoadedModel, Taps
 from orthojax.optim import RotatedAxes, rotate
 from orthojax.report.figures import maps
@@ -43,11 +43,11 @@ def channel_norms(kernel: ArrayLike) -> np.ndarray:
 
 
 def outlier_scores(values: ArrayLike) -> np.ndarray:
-    """Returns modified z-scores of the logarithms: 0.6745 (log x - median) / MAD, positive for large values.
+    """Returns modified z-scores of logarithms [..., D]: 0.6745 (log x - median) / MAD, positive for large values.
 
-    MAD is the median of |log x - median|, 0.6745 the MAD of a standard Gaussian; a score beyond `OUTLIER_SCORE` is an
-    outlier. Logarithms are used because norms and moments are positive and differ by factors; a zero counts as the
-    smallest positive number. [..., D] -> float64; 0 for a value at the median, infinite for others if MAD is 0.
+    MAD is the median of |log x - median|, 0.6745 the MAD of a standard Gaussian. Norms and moments are positive and
+    differ by factors; a zero counts as the smallest positive number. A value at the median has 0; if MAD is 0, others
+    are infinite.
     """
     logs = _logs(np.asarray(values, np.float64))
     away = logs - np.median(logs, axis=-1, keepdims=True)
@@ -103,11 +103,10 @@ def _group(config: Config, part: str) -> int | None:
 
 
 def output_bases(config: Config, part: str) -> np.ndarray:
-    """Returns the orthogonal matrices by which the optimizer rotates the output channels of a projection.
+    """Returns the matrices Q by which the optimizer rotates the output channels of one of `PARTS`: [layers, D, D].
 
-    A gradient row g [D] becomes Q g, so that a kernel W [I, D] of the model is W Q^T in the optimizer's basis, and
-    activations X [T, D] that the kernel writes are X Q^T there.
-    Q of one of `PARTS` is [layers, D, D] float32.
+    A gradient row g [D] becomes Q g, so that in the optimizer's basis a kernel W [I, D] is W Q^T, and activations
+    X [T, D] that it writes are X Q^T.
 
     Raises:
       UserError: If the optimizer does not rotate these channels.
@@ -142,7 +141,7 @@ def second_moments(state: Any) -> Any:
     return next((found for part in state.values() if (found := second_moments(part)) is not None), None)
 
 
-def _measure_output_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _measure_output_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> tuple[Metrics, Arrays]:
     config, moments = loaded.config, second_moments(read_optimizer_state(loaded.source))
     metrics, arrays = {}, {}
     for part in PARTS:
@@ -156,19 +155,16 @@ def _measure_output_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Me
             metrics |= by_layer(f"{part}_{name}", np.asarray(values))
         arrays |= {f"{part}_norms": norms, f"{part}_own_norms": own}
         arrays |= {} if summed is None else {f"{part}_moments": summed}
-    say("output weights")
-    return Measured(metrics, arrays)
+    return metrics, arrays
 
 
 def channel_metrics(norms: np.ndarray, own: np.ndarray, moments: np.ndarray | None) -> dict[str, list[float]]:
-    """Computes metrics of one projection from norms, norms in the optimizer's basis and summed moments, [layers, D].
+    """Computes metrics by layer from norms, norms in the optimizer's basis and summed moments, [layers, D].
 
-    Returns:
-      Metric -> its value in each layer. For the model's channels: `outlier_channels` (how many have an outlier score
-      above `OUTLIER_SCORE`) and `norm_peak` (largest norm / median). For the moments' channels: `moment_spread`
-      (standard deviation of log moment), `rank_correlation` (Spearman's, of norm and moment), `own_outlier_channels`,
-      and `explained_outlier_channels` (own outliers whose moment is a small outlier, its score below
-      -`OUTLIER_SCORE`).
+    Of the model's channels: `outlier_channels`, the number with a score above `OUTLIER_SCORE`, and `norm_peak`, the
+    largest norm over the median. Of the moments' channels: `moment_spread`, the standard deviation of the log moment;
+    `rank_correlation`, Spearman's, of norm and moment; `own_outlier_channels`; `explained_outlier_channels`, own
+    outliers whose moment has a score below -`OUTLIER_SCORE`.
     """
     metrics = {
         "outlier_channels": np.sum(outlier_scores(norms) > OUTLIER_SCORE, axis=-1),
@@ -244,13 +240,10 @@ def channel_overlap(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, float]
     """Measures the overlap of the largest channels of hidden states between inputs, positions and layers.
 
     The set of a sequence and layer has the k channels with the largest mean |x| over positions, the set of a position
-    the k with the largest |x|. Overlaps are `mean_overlap`s. Two k are used, since the number of outlier channels is
-    unknown: if there are fewer than k, ordinary channels fill the sets; if there are several, they take turns at k = 1.
-
-    Returns:
-      Metrics `largest_channels_*` for k = `top_count(D)` and `largest_channel_*` for k = 1: `between_sequences`, mean
-      over layers; `between_positions` of a sequence, mean over sequences and layers; both also by layer;
-      `between_layers` of a sequence, mean over sequences, if there are several; `by_chance`, k / D.
+    the k with the largest |x|; overlaps are `mean_overlap`s. Metrics are `largest_channels_*` with k = `top_count(D)`
+    and `largest_channel_*` with k = 1: if there are fewer outliers than k, ordinary channels fill the sets; if there
+    are several, they take turns at k = 1. They are `between_sequences` and `between_positions` of a sequence, means and
+    by layer; with several layers `between_layers` of a sequence; and `by_chance`, k / D.
     """
     # In batches of the evaluation's size, since a paper's model has 100 sequences of 1,024 positions to remember.
     size, D = loaded.config.eval.batch_size, loaded.config.model.d_model
@@ -266,17 +259,9 @@ def channel_overlap(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, float]
     return metrics
 
 
-def _measure_overlap(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    metrics = channel_overlap(loaded, inputs.evaluation[:100])
-    say("channel overlap")
-    return Measured(metrics)
-
-
-LARGEST_CHANNELS = Measure("largest_channels", _measure_overlap)
-
-
-def _magnitude(taps: Taps) -> jax.Array:
-    return jnp.mean(jnp.abs(taps.residual.astype(jnp.float32)), axis=1)
+LARGEST_CHANNELS = Measure(
+    "largest_channels", lambda loaded, inputs, say: channel_overlap(loaded, inputs.evaluation[:100])
+)
 
 
 def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -285,16 +270,19 @@ def ranks_of_largest_channel(loaded: LoadedModel, tokens: np.ndarray) -> dict[st
     Returns for each of `PARTS` how many channels, [layers], have a larger weight norm than the channel with the largest
     mean |hidden state| over sequences and positions.
     """
-    hidden: Any = analysis.measure(loaded, [split_tokens(tokens, loaded.config.model)[0]], _magnitude)
+
+    def magnitude(taps: Taps) -> jax.Array:
+        return jnp.mean(jnp.abs(taps.residual.astype(jnp.float32)), axis=1)
+
+    hidden: Any = analysis.measure(loaded, [split_tokens(tokens, loaded.config.model)[0]], magnitude)
     channels = np.asarray(hidden).mean(1).argmax(-1)[:, None]
     norms = {part: channel_norms(output_kernels(loaded.params, part)) for part in PARTS}
     return {part: np.sum(of > np.take_along_axis(of, channels, -1), -1) for part, of in norms.items()}
 
 
-def _measure_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _measure_weights(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     ranks = ranks_of_largest_channel(loaded, inputs.evaluation[:64])
-    say("largest channel")
-    return Measured({k: v for part, of in ranks.items() for k, v in by_layer(f"{part}_larger_norms", of).items()})
+    return {k: v for part, of in ranks.items() for k, v in by_layer(f"{part}_larger_norms", of).items()}
 
 
 LARGEST_CHANNEL_WEIGHTS = Measure("largest_channel_weights", _measure_weights)

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from orthojax import analysis
 from orthojax.experiments.from_attention.channels import output_bases
-from orthojax.experiments.measures import Measure, Measured, Say, by_layer
+from orthojax.experiments.measures import Arrays, Measure, Metrics, Say, by_layer
 from orthojax.model import LoadedModel, Taps
 from orthojax.ops.statistics import at_least_float32, kurtosis
 from orthojax.train import Inputs, read_metrics
@@ -94,14 +94,13 @@ def _join(a: Any, b: Any) -> Any:
     return {key: np.concatenate([a[key], b[key]], axis=1) if key == "by_sequence" else a[key] + b[key] for key in a}
 
 
-def _measure_first_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures the mean weight on the first keys of queries >= k, on 32 sequences at once, whose logits are held."""
+def _measure_first_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> tuple[Metrics, Arrays]:
+    """Measures the mean weight of queries >= k on the first keys, in batches of 32, to bound memory."""
     rows = inputs.evaluation[:1024]
     batches = [(rows[i : i + 32, :-1], rows[i : i + 32, 1:]) for i in range(0, len(rows), 32)]
     observed, loss = jax.device_get(
         analysis.measure(loaded, batches, _observe_first_keys, output=_loss_sum, join=_join)
     )
-    say("first keys")
     by_head, fraction, shown = (observed[key] / len(rows) for key in ("mass", "fraction", "map"))  # [layers, ...]
     by_sequence, mass = observed["by_sequence"].mean(0), by_head.mean((0, 1))
     loss_nats = float(loss) / (len(rows) * (rows.shape[1] - KEYS))
@@ -117,7 +116,7 @@ def _measure_first_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measur
         # At any position: high if each sequence has its own winner.
         "largest_mass_of_sequence": float(by_sequence.max(-1).mean()),
     }
-    return Measured(metrics, {"mass": mass, "map": shown.mean(0)})
+    return metrics, {"mass": mass, "map": shown.mean(0)}
 
 
 FIRST_KEYS = Measure("first_keys", _measure_first_keys)
@@ -129,9 +128,9 @@ FIRST_KEYS = Measure("first_keys", _measure_first_keys)
 def in_singular_basis(x: ArrayLike) -> np.ndarray:
     """Returns X V for every sequence, with V [D, D] the right singular vectors of its X [T, D]; on the host.
 
-    It is the paper's measure of how large an orthogonal change of basis could make the kurtosis: V gathers the energy
-    of a sequence in as few channels as an orthonormal basis can. X V = U S, so the channels beyond min(T, D) are 0, but
-    they count. The signs of singular vectors are arbitrary. The result is float64, the largest singular value first.
+    V gathers the energy of a sequence in as few channels as an orthonormal basis can: the paper's measure of how large
+    a change of basis could make the kurtosis. X V = U S, float64, the largest singular value first, with arbitrary
+    signs; channels beyond min(T, D) are 0, but they count.
     """
     # In NumPy, since several batched decompositions in one program can wait for each other forever on a CPU.
     x = np.asarray(x, np.float64)
@@ -169,20 +168,19 @@ def kurtosis_in_bases(x: jax.Array, bases: np.ndarray | None) -> dict[str, np.nd
     return jax.device_get(found)
 
 
-def _measure_bases(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _measure_bases(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Measures X as `added`, what a block adds to the hidden states (appendix F), and as `mlp`, the part of the MLP."""
     bases = output_bases(loaded.config, "mlp_output") if loaded.config.optim.is_rotated else None
     rows, found = inputs.evaluation[:64], []
     for i in range(0, len(rows), 8):  # since the activations of all layers are held
         activations: Any = analysis.measure(loaded, [rows[i : i + 8, :-1]], _observe_added)
         found.append({what: kurtosis_in_bases(x, bases) for what, x in activations.items()})
-    say("bases")
     joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1).astype(np.float64).mean(1), *found)
     metrics = {}
     for what, of_bases in joined.items():
         for basis, layers in of_bases.items():
             metrics |= by_layer(f"{what}_kurtosis_{basis}", layers)
-    return Measured(metrics)
+    return metrics
 
 
 BASES = Measure("bases", _measure_bases)
@@ -213,11 +211,9 @@ def running_mean(losses: np.ndarray, window: int) -> np.ndarray:
 def stability(log: Sequence[Mapping[str, float]], warmup_steps: int) -> dict[str, float]:
     """Measures the stability of a run from the lines of its metrics.jsonl.
 
-    Returns:
-      `loss_jump_nats`: the largest excess of a loss after warm-up over the running mean of earlier losses;
-      `loss_spikes`: the number of excesses above `SPIKE_NATS`; `validation_rise_nats`: the largest rise of the held-out
-      loss from one evaluation to the next. A log with fewer than two evaluations has no `validation_rise_nats`, one
-      without steps after warm-up no `loss_jump_nats`.
+    `loss_jump_nats` is the largest excess of a loss after warm-up over the running mean of earlier losses, if there is
+    one; `loss_spikes` the number of excesses above `SPIKE_NATS`; `validation_rise_nats` the largest rise of the
+    held-out loss from one evaluation to the next, if there are two.
     """
     steps = np.array([line["step"] for line in log if "loss_nats" in line])
     losses = np.array([line["loss_nats"] for line in log if "loss_nats" in line])
@@ -232,9 +228,9 @@ def stability(log: Sequence[Mapping[str, float]], warmup_steps: int) -> dict[str
     return found
 
 
-def _measure_stability(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _measure_stability(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     log = read_metrics(loaded.source.parents[1] / "metrics.jsonl")
-    return Measured(stability(log, loaded.config.optim.warmup_steps))
+    return stability(log, loaded.config.optim.warmup_steps)
 
 
 STABILITY = Measure("stability", _measure_stability)

@@ -111,8 +111,7 @@ def mean_squared_norm_ratio(alpha: float, size: int, rotation: RotationName) -> 
     r"""Returns the mean of :math:`\|y\|_\infty^2 / \|y\|_2^2` for y = Q x.
 
     `haar`: exact, :math:`E[\max_j g_j^2] / D` for Gaussian g, since direction and length of g are independent. Others:
-    :math:`E[\|y\|_\infty^2] / (\alpha^2 + D)`, the ratio of means that the paper takes for the mean of ratios, with
-    the exact mean of the maximum.
+    :math:`E[\|y\|_\infty^2] / (\alpha^2 + D)`, the paper's ratio of means, with the exact mean of the maximum.
     """
     if rotation == "haar":
         return mean_max_abs(np.zeros(size), 2) / size
@@ -142,11 +141,10 @@ def spiked_vectors(alpha: float, size: int, count: int, seed: int) -> tuple[np.n
 
 
 def rotate(x: np.ndarray, channels: np.ndarray, rotation: RotationName, seed: int) -> np.ndarray:
-    """Returns Q x for every row.
+    """Returns Q x for every row, float64 [n, D].
 
-    `aligned` is the Q of the paper, a different one for every row: the reflection of e_i to (1, ..., 1) / sqrt(D),
-    which exists for every D. `haar` and `hadamard` are one matrix for all rows, made as the optimizer makes them.
-    Rows are float64 [n, D]; `channels` is i of each, for `aligned`.
+    `aligned` is the paper's Q, for row n the reflection of e_i, i = channels[n], to (1, ..., 1) / sqrt(D); `haar` and
+    `hadamard` are one matrix for all rows, made as the optimizer makes them.
     """
     if rotation == "none":
         return x
@@ -230,7 +228,7 @@ def frames(seed: int) -> np.ndarray:
 def task(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns start [in, out], readout [out, targets], inputs [steps, batch, in] and targets [steps, batch, targets].
 
-    All are float64. The loss is the mean square of tanh(inputs W) readout - targets, a different batch in every step.
+    The loss is the mean square of tanh(inputs W) readout - targets.
     """
     rng = np.random.default_rng([seed, 0])
     inputs = rng.standard_normal((STEPS, BATCH, INPUTS))
@@ -242,11 +240,10 @@ def task(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def deviations(trial: Trial, seed: int) -> np.ndarray:
-    r"""Measures how far training in another basis deviates.
+    r"""Measures how far training in another basis deviates, for a Haar R and a signed permutation: [2, STEPS].
 
     The kernel W [in, out] is trained on L(W), and W' = W R^T, which starts as W_0 R^T, on L'(W') = L(W' R), with equal
     batches. The deviation is :math:`\|W'_t R - W_t\| / \|W_t - W_0\|` in the Frobenius norm.
-    It is returned for a Haar R and for a signed permutation, float64 [2, STEPS].
     """
     start, readout, inputs, targets = task(seed)
     plain, *others = np.asarray(_program(trial)(frames(seed), start, readout, inputs, targets))

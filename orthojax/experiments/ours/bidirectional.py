@@ -11,7 +11,7 @@ from orthojax.config import replace
 from orthojax.experiments import claims as c
 from orthojax.experiments.base import BREAKING_MODEL, METHODS
 from orthojax.experiments.claims import Claim, Metric
-from orthojax.experiments.measures import FOUR_BITS, Measure, Measured, Say
+from orthojax.experiments.measures import FOUR_BITS, Measure, Metrics, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel, Taps
 from orthojax.ops.statistics import kurtosis
@@ -47,7 +47,7 @@ def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Measures which position and which token id get most attention relative to their share, over all layers.
 
     `last_id_over_share` is of the mask or the end of the prefix; `kurtosis_of_id` is the largest mean kurtosis of an
@@ -66,7 +66,6 @@ def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
 
     position = total["mass"][0] / total["share"][0]
     over, kurtoses, norms = of_ids("mass", "share"), of_ids("kurtosis", "count"), of_ids("norm", "count")
-    say("keys")
     metrics = {
         "first_over_share": position[0],
         "position_over_share": position.max(),
@@ -79,7 +78,7 @@ def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
         "norm_of_id_over_mean": norms.max() / (total["norm"][0].sum() / total["count"][0].sum()),
         "id_of_norm": norms.argmax(),
     }
-    return Measured({name: float(value) for name, value in metrics.items()})
+    return {name: float(value) for name, value in metrics.items()}
 
 
 KEYS = Measure("keys_over_share", _measure)

@@ -9,7 +9,7 @@ from orthojax.config import Config, DataConfig, EvalConfig, OptimConfig, TrainCo
 from orthojax.experiments import claims as c
 from orthojax.experiments.base import PACKAGES_MODEL, cured
 from orthojax.experiments.claims import Claim
-from orthojax.experiments.measures import Measure, Measured, Say
+from orthojax.experiments.measures import Measure, Metrics, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel
 from orthojax.model.presets import gpt2
@@ -42,7 +42,7 @@ def _runs(scale: str) -> dict[str, Config]:
     return {"vanilla": base, "cured": cured(base)}
 
 
-def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Evaluates all kept checkpoints: `NAME/step_N`, and perplexities of the last one."""
     folder, every = loaded.source.parent, loaded.config.train.keep_every_steps
     rounded = [f"perplexity_{name}" for name in SETTINGS]
@@ -51,7 +51,7 @@ def _by_checkpoint(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     for step in (step for step in steps_in(folder) if step % every == 0):
         found = evaluate(load(folder / str(step)), inputs, settings=SETTINGS, on_progress=say)
         metrics |= {f"{name}/step_{step}": found[name] for name in kept} | {name: found[name] for name in rounded}
-    return Measured(metrics)
+    return metrics
 
 
 _LOST = [c.lost(name) for name in SETTINGS]

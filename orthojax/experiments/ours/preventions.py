@@ -9,7 +9,8 @@ from orthojax.config import Config, replace
 from orthojax.experiments import claims as c
 from orthojax.experiments.base import BREAKING_MODEL
 from orthojax.experiments.claims import Claim, Metric
-from orthojax.experiments.measures import Measure, Measured, Say
+from orthojax.experiments.from_attention.channels import correlation
+from orthojax.experiments.measures import Measure, Metrics, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
 from orthojax.report.pictures import Bars, Points
@@ -24,12 +25,10 @@ _ROTATED = (c.COARSE, "w4a4", "mxfp4", "nvfp4")  # after training
 _ROWS = 64  # for the propagated error
 
 
-def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
+def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Measures perplexity at each format, also after a rotation, and published predictors of it.
 
-    Returns:
-      `perplexity_FORMAT` and `perplexity_FORMAT_rotated`, with a learned projection of the embeddings folded first;
-      `last_state_error_FORMAT`, and the metrics of `analysis.observe_predictors`.
+    A learned projection of the embeddings is folded first.
     """
     model, params = loaded.config.model, loaded.params
     if model.embedding_projection:
@@ -42,10 +41,7 @@ def _rounded(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
     for name in (c.COARSE, "w4a4", "nvfp4"):
         error = quant.rounding_error(plain.model, params, quant.setting_named(name), tokens)
         found[f"last_state_error_{name}"] = error.last_state
-    predictors = analysis.measure(plain, [tokens], analysis.observe_predictors)
-    found |= analysis.finalize(predictors)
-    say("predictors")
-    return Measured(found)
+    return found | analysis.finalize(analysis.measure(plain, [tokens], analysis.observe_predictors))
 
 
 ROUNDED = Measure("preventions", _rounded)
@@ -129,7 +125,7 @@ def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Clai
         of = [result for result in of if result.seeds]
         if len(of) < 7:
             raise Missing("fewer than seven recipes")
-        return c.spearman([r[metric] for r in of], [r[c.lost(setting)] for r in of])
+        return correlation([r[metric] for r in of], [r[c.lost(setting)] for r in of], of_ranks=True)
 
     holds = c.check(lambda *of: rho(of) >= least, words=f"Spearman's rho with the loss over recipes at least {least:g}")
     says = f"{metric.label} orders what recipes lose at {setting}."
@@ -142,9 +138,9 @@ def _breaks(setting: str) -> Any:
 
 _ABOUT = (
     "4,000 steps of 1,024 tokens, the setting of `breaks`; all have one scale in every norm but `osp_channel_norm`, "
-    "and forget as fast (rate times decay). Rates are those that `preventions_tuning` chose for the optimizer. `osp` "
-    "is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), `muon_orthoadam` Muon with "
-    "OrthoAdam on the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after "
+    "and have equal learning rate x weight decay. Rates are those that `preventions_tuning` chose for the optimizer. "
+    "`osp` is Muon with Adam on embeddings and learned projections of them (arXiv 2506.19697), `muon_orthoadam` Muon "
+    "with OrthoAdam on the embeddings, `gate` the elementwise gate of arXiv 2505.06708; `rotated` is a rotation after "
     "training."
 )
 _COLUMNS: Any = ["perplexity kurtosis_first kurtosis_rest osp_kurtosis", c.PEAK,
@@ -256,7 +252,7 @@ SINKS = Study(
                 added="with Adam, of which three seeds were there" if name == "adam" else "") for name in _SINKS),
         Claim("At w4a4 Muon with learned sinks has a lower perplexity than without, in every seed.",
               (_rounded_perplexity("muon_sinks") < _rounded_perplexity("muon")).in_every_seed()),
-        Claim("It has the lowest of all eight, or its like with OrthoAdam on the embeddings has.",
+        Claim("Muon with sinks, with or without OrthoAdam, is lowest of eight.",
               c.all_of((_rounded_perplexity("muon_sinks") < _rounded_perplexity(name))
                        | (_rounded_perplexity("muon_orthoadam_sinks") < _rounded_perplexity(name))
                        for name in (*_SINKS, "adam_sinks", "orthoadam_sinks"))),
@@ -319,11 +315,6 @@ RATES = Study(
 _CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0), "kv3_float_first": (3, 1)}
 
 
-def _cached(loaded: LoadedModel, inputs: Inputs, say: Say) -> Measured:
-    """Measures perplexity with keys and values of few bits, with and without the first token's in float."""
-    return Measured(cached_perplexities(loaded, inputs, _CACHES, say))
-
-
 def _gained(variant: str, bits: int) -> Any:
     """Returns how much of the loss to a cache of `bits` bits is saved by keeping the first token in float."""
     return c.lost(f"kv{bits}")[variant] - c.lost(f"kv{bits}_float_first")[variant]
@@ -334,7 +325,7 @@ KV_CACHE = Study(
     title="A cache of 8, 4 and 3 bits: who needs the first token in float?",
     runs=lambda scale: _runs({name: _RECIPES[name] for name in ("adam", "cured", "adam_gate", "muon_orthoadam")}),
     seeds=(1, 2, 3),
-    measures=(Measure("kv_cache", _cached),),
+    measures=(Measure("kv_cache", lambda loaded, inputs, say: cached_perplexities(loaded, inputs, _CACHES, say)),),
     rounding=False,
     note="The models of `preventions`. Keys and values are rounded, with a smallest value and a scale for each token "
     "and head, all else is float; `float_first` keeps those of the first token. Criteria were committed before any "
