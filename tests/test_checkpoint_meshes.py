@@ -148,5 +148,6 @@ def test_inspection_shows_and_verifies_every_array(saved):
             line = rf"^  {re.escape(path)} +{leaf.dtype} +{re.escape(str(list(leaf.shape)))} {leaf.nbytes:,} bytes$"
             assert re.search(line, done.stdout, re.M), (line, done.stdout)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(states["haar"][1:]))
-    words = ("step 5", "source: 'test'", "next_step: 5", f"checksums: all hold, of {total:,} bytes")
+    words = ("step 5", "model.normalizer = softmax1", "source: 'test'", "next_step: 5")
+    words += (f"checksums: all hold, of {total:,} bytes",)
     assert all(word in done.stdout for word in words), done.stdout

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -288,29 +289,7 @@ def test_foreign_or_corrupt_json_is_refused():
         refusal(from_json, Config, text)
 
 
-# config.json of 0.1.0, of a run with its defaults.
-OF_0_1_0 = """
-{"model": {"vocab_size": 2048, "max_length": 1024, "d_model": 128, "num_layers": 4, "num_heads": 4,
-"num_kv_heads": null, "d_head": null, "d_mlp": 512, "position": "learned", "rope_theta": 10000.0,
-"rope_local_theta": null, "rotary_layers": true, "rope": null, "norm": "rmsnorm_single", "attention_norm": true,
-"mlp_norm": true, "block": "pre_norm", "qk_norm": "none", "norm_eps": 1e-05, "gated_norm_rank": 0, "use_bias": false,
-"normalizer": "softmax1", "normalizer_n": 1.0, "logits_width": null, "attention_soft_cap": null,
-"final_soft_cap": null, "attention_implementation": "auto", "attention_window": null, "latent": null, "mlp": "gelu",
-"experts": null, "attention": true, "gated_attention": false, "tie_embeddings": true, "scale_embeddings": false,
-"embedding_projection": false, "fixed_rotation": false, "attention_mask": "causal", "relaxed_causal_tokens": 0,
-"embedding_init_std": 0.02, "init_std": 0.02, "sink_init": 0.0, "kernel_init": "normal", "scan_layers": true,
-"unroll_layers": "auto", "remat": false, "dtype": "float32", "residual_dtype": "float32"}, "optim": {"optimizer":
-"orthoadam", "rotated": false, "learning_rate": 0.001, "warmup_steps": 100, "final_learning_rate_fraction": 0.1,
-"b1": 0.9, "b2": 0.999, "eps": 1e-08, "momentum": 0.0, "muon_embeddings": null, "weight_decay": 0.0, "clip_norm": 1.0,
-"rotation": {"kind": "hadamard", "axes": "d_model", "embeddings": true, "scope": "layer", "seed": null},
-"sink_anneal_steps": 0}, "data": {"kind": "embedded", "paths": [], "tokenizer": "bpe:2048", "sequence_length": 64,
-"bos": false, "objective": "next_token", "seed": 0, "repeated_share": 0.0, "trigger_count": 3, "rule": "backcopy",
-"other_rule": "markov", "other_rule_probability": 0.0, "bos_tokens": 1, "delimiter": false, "verify": false},
-"train": {"steps": 1000, "batch_size": 16, "accumulation_steps": 1, "logits_dtype": "auto", "steps_per_dispatch": null,
-"activation_penalty": 0.0, "seed": 0, "init_from": "", "allow_normalizer_change": false, "log_every_steps": 20,
-"probe_every_steps": 100, "probe_steps": [], "probe": "", "probe_sequences": 8, "tensorboard": false, "wandb": false,
-"eval_every_steps": 100, "checkpoint_every_steps": 100, "keep_checkpoints": 2, "keep_every_steps": 0},
-"eval": {"sequences": 256, "batch_size": 32}, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}"""
+OF_0_1_0 = (Path(__file__).parent / "config_0_1_0.json").read_text()  # of a run with its defaults
 GONE = {"model": {"attention_norm": False, "mlp_norm": [True, False], "gated_norm_rank": 4},
         "optim": {"sink_anneal_steps": 9}}  # fmt: skip
 

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-import re
 import struct
 
 import jax
@@ -301,29 +300,18 @@ def read_damaged(folder, damage):
 
 
 ARRAY = b"llama.attention.head_count_kv"  # then: type 9, type of its elements, count
-ROTTEN = {  # bytes after a name, at an offset -> what the message says
-    "exabytes": (ARRAY, 8, struct.pack("<Q", 2**62), "head_count_kv, 4,611,686,018,427,387,904 values, needs"),
-    "exabytes of bytes": (ARRAY, 4, struct.pack("<IQ", 0, 2**62), "needs 4,611,686,018,427,387,904 bytes"),
-    "an array of arrays": (ARRAY, 4, struct.pack("<I", 9), "an array of arrays"),
-    "an unknown type": (ARRAY, 4, struct.pack("<I", 77), "unknown type 77"),
-    "a long string": (b"general.architecture", 4, struct.pack("<Q", 2**40), "general.architecture needs"),
-    "a shared offset": (b"blk.1.ffn_norm.weight", 4 + 8 + 4, struct.pack("<Q", 0), "begins inside of"),
-    "no context": (b"llama.context_length", 4, struct.pack("<I", 0), "context_length=0"),
-}
 
 
-@pytest.mark.parametrize("damage", ROTTEN)
-def test_lengths_and_offsets_are_compared_with_the_file(damage, tmp_path):
-    name, offset, written, words = ROTTEN[damage]
-    path = tmp_path / "model.gguf"
+def read_overwritten(folder, name, offset, written):
+    """Reads a file of which some bytes after a name are others."""
+    path = folder / "model.gguf"
     write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)), quantized={},
                llama__attention__head_count_kv=[2, 2])  # fmt: skip
     content = bytearray(path.read_bytes())
     place = content.index(name) + len(name) + offset
     content[place : place + len(written)] = written
     path.write_bytes(content)
-    with pytest.raises(UserError, match=re.escape(words)):
-        read_gguf(path)
+    read_gguf(path)
 
 
 def read_with(folder, more, **options):
@@ -340,6 +328,13 @@ TWO = np.ones(2, np.float32)
     (read_damaged, [
         (damage, "model.gguf") for damage in (
             cut(0.9), cut(0.05), lambda content: b"", lambda content: b"GGML" + content[4:], with_count)]),
+    (read_overwritten, [
+        (ARRAY, 8, struct.pack("<Q", 2**62), "head_count_kv, 4,611,686,018,427,387,904 values, needs"),
+        (ARRAY, 4, struct.pack("<IQ", 0, 2**62), "needs 4,611,686,018,427,387,904 bytes"),
+        (ARRAY, 4, struct.pack("<I", 9), "an array of arrays"), (ARRAY, 4, struct.pack("<I", 77), "unknown type 77"),
+        (b"general.architecture", 4, struct.pack("<Q", 2**40), "general.architecture needs"),
+        (b"blk.1.ffn_norm.weight", 4 + 8 + 4, struct.pack("<Q", 0), "begins inside of"),  # a shared offset
+        (b"llama.context_length", 4, struct.pack("<I", 0), "context_length=0")]),
     (read_with, [
         ({"blk.0.attn_q.lora": TWO}, "blk.0.attn_q.lora"), ({"blk.1.ffn_norm.weight": None}, "blk.1.ffn_norm.weight"),
         ({"blk.9.attn_output.weight": TWO}, "blk.9.attn_output.weight")]),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_orthogonal import reference_hash
 
 from orthojax.optim import RotatedAxes, Rotation, rotate
 
@@ -117,15 +118,8 @@ def test_a_haar_basis_is_this(x64):
 
 def defined_signs(name, layer, n, seed):
     """In Python integers: top bits of a hash of key and counter; the key is the CRC-32 of name, group, n and slices."""
-
-    def mix(x):
-        x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32
-        x = (x ^ (x >> 15)) * 0x735A2D97 % 2**32
-        return x ^ (x >> 15)
-
-    outer = mix(seed ^ zlib.crc32(f"{name}:0:{n}:1".encode()))
-    bits = [mix((mix(layer * n + i ^ outer) + mix(outer ^ 0x9E3779B9)) % 2**32) for i in range(n)]
-    return tuple(1 - 2 * (x >> 31) for x in bits)
+    key = seed ^ zlib.crc32(f"{name}:0:{n}:1".encode())
+    return tuple(1 - 2 * (reference_hash(key, layer * n + i) >> 31) for i in range(n))
 
 
 def test_they_are_built_from_the_definition():

@@ -221,7 +221,6 @@ WIDE = {"position": "rotary", "d_model": 16}
 LLAMA3 = WIDE | {"rope": RopeConfig(scaling="llama3", factor=8.0, original_length=16)}
 LAYERNORM = {"norm": "layernorm"}
 LONGROPE = RopeConfig(1.0, "longrope", 4.0, 4, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))
-EXPERTS = {"mlp": "experts", "experts": ExpertsConfig(num_experts=4)}
 FIELDS = {
     # path: (what the base needs for the field to matter, the new value)
     "rope.fraction": (WIDE, 0.5),
@@ -237,24 +236,9 @@ FIELDS = {
     "rope.factor": (WIDE | {"rope": RopeConfig(1.0, "dynamic", 2.0, 4)}, 4.0),
     "rotary_layers": (WIDE, (True, False)),
     "block": (LAYERNORM | {"block": "output_norm"}, "sandwich_norm"),
-    "rope_local_theta": (WIDE | {"attention_window": 3}, 100.0),
-    "logits_width": ({}, 3),
-    "attention_soft_cap": ({}, 0.5),
-    "final_soft_cap": ({}, 0.5),
-    "scale_embeddings": ({}, True),
-    "qk_norm": ({}, "head"),
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM | {"use_bias": "qkv"}, "attention"),
-    "experts.normalize": (EXPERTS, True),
-    "experts.mlp": (EXPERTS, "swiglu_clamped"),
-    "experts.use_bias": (EXPERTS, True),
-    "mlp": ({"mlp": "swiglu"}, "geglu"),
-    "attention_window": ({"attention_window": 2}, (2, None)),
     "attention_mask": ({}, "full"),
-    "gated_attention": ({"gated_attention": True}, "elementwise"),
-    "embedding_projection": ({}, True),
-    "normalizer": ({}, "softpick"),
-    "residual_dtype": ({}, "bfloat16"),
 }  # fmt: skip
 
 
