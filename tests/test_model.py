@@ -364,11 +364,7 @@ def test_bfloat16_leaves_parameters_and_logits_float32(tied):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("rich", 2 * 8 + 1),
-        ("latent attention and experts", 2 * 6 + 3 + 7 + 1),
-        ("projected embeddings", 2 * 6 + 2),
-    ],
+    [("rich", 2 * 8 + 1), ("latent attention and experts", 2 * 6 + 3 + 7 + 1), ("projected embeddings", 2 * 6 + 2)],
 )
 def test_every_kernel_passes_through_the_linear_function(name, count):
     config, paths = ORACLE_CONFIGS[name], []

@@ -11,14 +11,7 @@ from jax.test_util import check_grads
 
 from orthojax.config.model import NormalizerName
 from orthojax.ops import normalizers
-from orthojax.ops.normalizers import (
-    apply_normalizer,
-    softmax,
-    softmax1,
-    softmax_n,
-    softmax_with_sink,
-    softpick,
-)
+from orthojax.ops.normalizers import apply_normalizer, softmax, softmax1, softmax_n, softmax_with_sink, softpick
 
 SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731

@@ -182,10 +182,7 @@ def test_a_measurement_that_was_changed_is_refused(tmp_path):
 
     text, arrays = (tmp_path / f"measured/planted.{kind}" for kind in ("json", "npz"))
     assert of() == of() == {"loss_nats": 0.1}
-    for path, content in {
-        text: text.read_bytes().replace(b"0.1", b"0.2"),
-        arrays: arrays.read_bytes()[:-9],
-    }.items():
+    for path, content in {text: text.read_bytes().replace(b"0.1", b"0.2"), arrays: arrays.read_bytes()[:-9]}.items():
         before = path.read_bytes()
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"planted\.json or its arrays were changed"):
