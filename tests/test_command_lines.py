@@ -11,7 +11,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 from small_runs import CONFIG as SMALL
-from small_runs import ROOT, TEXT, cpu_environment, snapshot
+from small_runs import ROOT, TEXT, python, snapshot
 
 import orthojax
 from orthojax.config import Config, describe_fields, replace, to_json
@@ -59,11 +59,6 @@ def run(script, *arguments, cwd):
         server().stdin.flush()
         code = int(server().stdout.readline())
         return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
-
-
-def run_code(code, cwd):
-    """The same of code, in a process from its beginning."""
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=cpu_environment(), capture_output=True, text=True)
 
 
 def complaint(done):
@@ -246,7 +241,7 @@ for line in {LIGHT!r}:
         print(done.code, sorted(sys.modules.keys() & {{"jax", "numpy", "flax", "orbax", "optax"}}), flush=True)
         os._exit(0)
 """
-    done = run_code(code, cwd=tmp_path)
+    done = python("-c", code, cwd=tmp_path)
     assert done.stdout.splitlines() == ["2 []"] * len(LIGHT), done.stderr
     assert done.stderr.count("/nowhere") == len(LIGHT) - 1
 
@@ -440,7 +435,7 @@ CRASH = "from orthojax.commands import cli\ndef main(_):\n    raise KeyError('a 
 
 
 def test_crash_of_ours_keeps_its_traceback(tmp_path):
-    done = run_code(CRASH, cwd=tmp_path)
+    done = python("-c", CRASH, cwd=tmp_path)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "a defect" in done.stderr

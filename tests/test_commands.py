@@ -3,22 +3,18 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from small_runs import ROOT, python
 
 import orthojax
 from orthojax.commands import COMMANDS
 from orthojax.errors import how_to_install
 
-ROOT = Path(orthojax.__file__).parent.parent
-
 
 def run(*arguments, cwd, code=None):
     """`python -m orthojax`, or other code with its arguments."""
-    command = [sys.executable, *(["-c", code] if code else ["-m", "orthojax"]), *arguments]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return python(*(["-c", code] if code else ["-m", "orthojax"]), *arguments, cwd=cwd)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 
 import hypothesis
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
+from small_runs import python
 
 from orthojax.data.tokenizers import (
     ByteTokenizer,
@@ -66,8 +66,7 @@ def test_bpe_shape_and_determinism(bpe):
         "heavy = {'tokenizers', 'grain', 'flax', 'tensorflow_datasets', 'tensorflow'}\n"
         f"print(sorted(heavy & set(sys.modules)), train_bpe({TEXTS!r}, 330).sha256)"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == f"[] {bpe.sha256}\n"
+    assert python("-c", code).stdout == f"[] {bpe.sha256}\n"
     assert train_bpe(TEXTS[:1], 270).sha256 != bpe.sha256
 
 

@@ -147,28 +147,8 @@ def write_gguf(path, config, tensors, architecture="llama", quantized=QUANTIZED,
     return expected
 
 
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    expected = write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)))
-    return path, expected
-
-
-def test_a_gguf_file_is_read_exactly(gguf_file):
-    path, expected = gguf_file
-    config, params = read_gguf(path)
-    assert computed_as(config) == computed_as(GGUF_LLAMA)
-    read = gguf_tensors(config, unstack_layers(params))
-    assert read.keys() == expected.keys()
-    for name, tensor in read.items():
-        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
-    written = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
-    same = {name for name, tensor in read.items() if np.array_equal(tensor, written[name])}
-    assert {name.split(".")[-2] for name in read.keys() - same} == set(QUANTIZED)
-    assert orthojax.load(path).tokenizer is None  # the file has none
-
-
-# llama.cpp's name of an architecture: a kind of folder, its changes here, and metadata beside those of every model.
+# llama.cpp's name of an architecture: a kind of folder, its changes here, metadata beside those of every model; and how
+# some tensors are stored, of which the file has others than the model.
 ARCHITECTURES = {
     "qwen2": ("qwen2 with windows", {"tie_embeddings": True}, {}),
     "qwen3": ("qwen3", {}, {}),
@@ -184,41 +164,34 @@ ARCHITECTURES = {
     "phi3": ("phi3", {}, {}),
     "smollm3": ("smollm3", {"num_layers": 4, "rotary_layers": (True, True, True, False)}, {}),
     "gpt-oss": ("gpt-oss", {}, {"gpt-oss__expert_feed_forward_length": 64}),
+    "gpt-oss in MXFP4": ("gpt-oss", {}, {"gpt-oss__expert_feed_forward_length": 64}, {
+        f"{name}_exps": TYPES.MXFP4 for name in MLP.values()}),
+    "llama in many types": ("llama", dataclasses.asdict(GGUF_LLAMA), {}, QUANTIZED),
 }  # fmt: skip
 
 
-def kind_of(name):
-    """Returns the config of an architecture, its name in llama.cpp, and further metadata."""
-    kind, changes, metadata = ARCHITECTURES[name]
-    return dataclasses.replace(KINDS[kind][0], **changes), name.partition(" ")[0], metadata
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_other_architectures_are_read_bit_for_bit(name, tmp_path):
-    config, architecture, metadata = kind_of(name)
-    params, path = random_params(config), tmp_path / "model.gguf"
-    tensors = gguf_tensors(config, params, architecture)
+def test_files_are_read_bit_for_bit(name, tmp_path):
+    kind, changes, metadata, *types = ARCHITECTURES[name]
+    architecture, quantized = name.partition(" ")[0], types[0] if types else {}
+    config, path = dataclasses.replace(KINDS[kind][0], **changes), tmp_path / "model.gguf"
+    params = random_params(config)
+    tensors, factors = gguf_tensors(config, params, architecture), {}
     if architecture == "phi3":
         factors = {"long": config.rope.long_factors, "short": config.rope.short_factors}
-        tensors |= {f"rope_factors_{name}.weight": np.array(x, np.float32) for name, x in factors.items()}
-    write_gguf(path, config, tensors, architecture, quantized={}, **metadata)
+        factors = {f"rope_factors_{name}.weight": np.array(x, np.float32) for name, x in factors.items()}
+    stored = write_gguf(path, config, tensors | factors, architecture, quantized, **metadata)
     read, same = read_gguf(path)
     assert computed_as(read) == computed_as(config)
     same = unstack_layers(same) if read.scan_layers else same
     assert jax.tree.structure(params) == jax.tree.structure(same)
-    jax.tree.map(np.testing.assert_array_equal, params, same)
-
-
-def test_blocks_of_mxfp4_are_read_exactly(tmp_path):
-    config, _, metadata = kind_of("gpt-oss")
-    tensors = gguf_tensors(config, random_params(config), "gpt-oss")
-    quantized = {f"{name}_exps": TYPES.MXFP4 for name in MLP.values()}
-    expected = write_gguf(tmp_path / "model.gguf", config, tensors, "gpt-oss", quantized, **metadata)
-    read = gguf_tensors(config, read_gguf(tmp_path / "model.gguf")[1], "gpt-oss")
-    assert read.keys() == expected.keys()
-    for name, tensor in read.items():
-        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
-        assert np.array_equal(tensor, tensors[name]) == ("_exps" not in name)
+    found = gguf_tensors(config, same, architecture)
+    for tensor_name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, stored[tensor_name], err_msg=tensor_name)
+    rounded = {name.split(".")[-2] for name, tensor in found.items() if not np.array_equal(tensor, tensors[name])}
+    assert rounded == set(quantized)
+    if not quantized:
+        jax.tree.map(np.testing.assert_array_equal, params, same)
 
 
 TOKENS = ["<|endoftext|>", *"abcdefghi", "ab"]  # as many as the model has
@@ -275,6 +248,7 @@ def test_the_frequencies_of_llama_3_are_recognised(tmp_path):
     write_gguf(tmp_path / "model.gguf", GGUF_LLAMA, tensors)
     config, _ = read_gguf(tmp_path / "model.gguf")
     assert config.rope == RopeConfig(scaling="llama3", factor=factor, original_length=8192)
+    assert orthojax.load(tmp_path / "model.gguf").tokenizer is None  # the file has none
     tensors["rope_freqs.weight"] = tensors["rope_freqs.weight"] * 1.5
     write_gguf(tmp_path / "other.gguf", GGUF_LLAMA, tensors)
     with pytest.raises(UserError, match=r"rope_freqs\.weight"):

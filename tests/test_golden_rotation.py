@@ -1,8 +1,6 @@
 """The bases themselves, in numbers: a checkpoint holds moments in them, so they must never change."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import zlib
 
@@ -10,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_runs import python
 from test_orthogonal import reference_hash
 
 from orthojax.optim import RotatedAxes, Rotation, rotate
@@ -148,8 +147,5 @@ def test_neither_hash_seed_nor_settings_of_the_generator_change_them():
         import test_golden_rotation as golden
         assert {seed: golden.rotated(seed) for seed in golden.GOLDEN} == golden.GOLDEN
     """
-    environment = {**os.environ, "PYTHONHASHSEED": "4321", "JAX_PLATFORMS": "cpu"}
-    here = os.path.dirname(__file__)
-    command = [sys.executable, "-c", textwrap.dedent(code), here]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = python("-c", textwrap.dedent(code), os.path.dirname(__file__), PYTHONHASHSEED="4321")
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,9 @@
 """The C library's allocator, observed from outside: the pages that a process takes from the system."""
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
+from small_runs import python
 
 from orthojax.commands.cli import keep_freed_memory
 
@@ -32,9 +30,7 @@ with concurrent.futures.ThreadPoolExecutor(4) as pool:
 
 
 def run(switch):
-    variables = os.environ | {"JAX_PLATFORMS": "cpu", "ORTHOJAX_KEEP_FREED_MEMORY": switch}
-    done = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, env=variables, check=True)
-    kept, faults = done.stdout.strip().split(";")
+    kept, faults = python("-c", _CODE, ORTHOJAX_KEEP_FREED_MEMORY=switch).stdout.strip().split(";")
     return kept == "True", int(faults)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from test_orthoadam import distance
 from thinned import quick_and_slow
 
 from orthojax.optim import Rotation, in_rotated_basis, rotate
@@ -58,10 +59,6 @@ def trajectories(inner, rotation, *, reads_loss=False):
         for o in (in_rotated_basis(inner, rotation), inner)
     )
     return start, ours(start, eye), by_hand(theirs(by_hand(start, q), q), q.T), theirs(start, eye)
-
-
-def distance(a, b):
-    return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 ELEMENTWISE = {

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from optax import contrib
 from refusals import assert_refused, refused
+from test_rotation import shapes_of
 
 from orthojax import optim
 from orthojax.config import OptimConfig
@@ -16,10 +17,6 @@ from orthojax.train import learning_rate_schedule, make_optimizer
 
 OUTPUT, HAAR = Rotation(axes="output"), Rotation("haar", axes="output")
 W, SQUARE = jnp.ones((4, 8)), jnp.ones((4, 4))
-
-
-def shapes_of(tree):
-    return {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in tree.items()}
 
 
 def rotated(_, axes, tree):
@@ -46,21 +43,6 @@ ROTATIONS = [
             {"eps_root": -1.0}, {"nu_dtype": "int8"}, {"mu_dtype": jnp.int32})], ValueError),
     (lambda _, *schedule: optim.warmup_cosine(*schedule), [
         (1.0, 5, 4, 0.0, "allowed"), (1.0, 0, 4, 1.5, "allowed")], ValueError),
-]  # fmt: skip
-DOUBTFUL = [  # a tree, and what it must not be taken for
-    # rows of a table
-    {"embed/embedding": (256, 64), "in_proj/kernel": (64, 512), "x_proj/kernel": (256, 36), "dt_proj/kernel": (4, 256),
-     "out_proj/kernel": (256, 64), "lm_head/kernel": (64, 256)},
-    {"embedding": (512, 128), "emb_proj/kernel": (128, 512), "up/kernel": (512, 2048), "down/kernel": (2048, 512)},
-    {"action_embed": (64, 16), "fc1/kernel": (64, 64), "fc2/kernel": (64, 64), "in/kernel": (32, 64)},
-    # a tower of two
-    {"embedding": (100, 64), "enc/q/kernel": (96, 96), "enc/up/kernel": (96, 384), "dec/q/kernel": (64, 64),
-     "dec/up/kernel": (64, 256)},
-    {"embedding": (100, 64), "enc/q/kernel": (96, 8, 12), "enc/up/kernel": (96, 384), "dec/q/kernel": (64, 8, 8),
-     "dec/up/kernel": (64, 256), "dec/down/kernel": (256, 64)},
-    # layers
-    {"embedding": (300, 64), "segment_embedding": (2, 64), "layers/q_b/kernel": (2, 24, 4, 8),
-     "layers/q_a/kernel": (2, 64, 24), "layers/up/kernel": (2, 64, 256), "k_b/kernel": (2, 16, 4, 8)},
 ]  # fmt: skip
 NANODO = shapes_of(adopters.DECIDED["nanodo"][1])
 OURS = {path: "ours" if len(leaf.shape) > 1 else "theirs" for path, leaf in NANODO.items()}
@@ -90,7 +72,7 @@ TREES = [
         for make in (rotate(OUTPUT).init, orthoadam(0.1, rotation=HAAR).init, lambda tree: describe(HAAR, tree))],
      ValueError),
     (lambda _, tree: orthoadam(0.1).init(shapes_of(tree)), [
-        (tree, ("not certain of d_model", "Rotation(axes=")) for tree in (*DOUBTFUL, *adopters.REFUSED.values())]),
+        (tree, ("not certain of d_model", "Rotation(axes=")) for tree in adopters.REFUSED.values()]),
     (lambda _, part: part.init(NANODO), [(part, ("masked part", "axes=512")) for part in (
         optax.partition({"ours": orthoadam(0.1), "theirs": optax.sgd(0.1)}, OURS),
         optax.masked(orthoadam(0.1), {path: label == "ours" for path, label in OURS.items()}))]),

@@ -295,9 +295,6 @@ MUON = optax.contrib.muon(
         lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
     ),
 )  # fmt: skip
-IS_KERNEL = jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key == "kernel", TREE, is_leaf=lambda x: isinstance(x, tuple)
-)
 
 
 def lamb(config):
@@ -317,8 +314,6 @@ OPTIMIZERS = {
     "imported": ({"optimizer": "test_train:lamb"}, [ADAM, optax.scale_by_trust_ratio()], None),
     "rotated_lion": ({"optimizer": "lion", "rotated": True},
                      [rotate(ROTATION), optax.scale_by_lion(0.8, 0.95), unrotate(ROTATION)], "inner/mu"),
-    "muon": ({"momentum": 0.7}, [optax.partition(
-        {True: optax.chain(MUON, optax.scale(-1.0)), False: ADAM}, IS_KERNEL)], None),
 }  # fmt: skip
 
 
