@@ -3,21 +3,12 @@
 import itertools
 from functools import partial
 
+import attention_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import (
-    NORMALIZERS,
-    attend_by_cudnn,
-    attend_by_splash,
-    check_definition,
-    cudnn_stand_ins,
-    normal,
-    qkv,
-    reference,
-    visible,
-)
+from attention_oracle import NORMALIZERS, check_definition, cudnn_stand_ins, normal, qkv, reference, visible
 
 from orthojax.ops import attention_logits, attention_weights, dot_product_attention, visible_keys, weighted_values
 from orthojax.ops.attention import relaxed_causal_mask, xla
@@ -40,7 +31,7 @@ def attend(implementation, monkeypatch):
     monkeypatch.setitem(xla.CHUNK_BYTES, "cpu", 1)
     monkeypatch.setitem(xla.CAUSAL_CHUNK_BYTES, "cpu", 1)
     monkeypatch.setattr(xla, "FEWEST_QUERIES", 3)
-    kernels = {"cudnn": attend_by_cudnn, "splash": attend_by_splash}
+    kernels = {"cudnn": attention_oracle.attend_by_cudnn, "splash": attention_oracle.attend_by_splash}
     with cudnn_stand_ins():
         yield kernels.get(implementation) or partial(dot_product_attention, implementation=implementation)
 

@@ -18,23 +18,10 @@ from small_runs import CONFIG, ROOT, TEXT, cpu_environment, flip, largest, snaps
 from tiny_run import Stop, bits, stop_at
 from tiny_run import lines as losses
 
+from orthojax import train as training
 from orthojax.config import Config, from_json, replace, to_json
 from orthojax.errors import Interrupted, UserError
-from orthojax.train import (
-    DamagedError,
-    Inputs,
-    build,
-    find_checkpoint,
-    init_state,
-    list_arrays,
-    read_config,
-    read_json_item,
-    read_metrics,
-    read_optimizer_state,
-    read_params,
-    train,
-    verify_checkpoint,
-)
+from orthojax.train import DamagedError, Inputs, find_checkpoint, read_metrics, read_params, train, verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # What Orbax leaves behind when it cannot read, besides the exception that it raises.
@@ -77,7 +64,7 @@ def test_checkpoints_are_found_and_have_plain_names(finished, monkeypatch):
         assert step == finished[0].absolute() / "checkpoints" / ("9" if where.endswith("9") else "11")
         monkeypatch.chdir(finished[0] / where)
         assert find_checkpoint(Path(".")) == step
-    names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
+    names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in training.list_arrays(step, item)]
     kernel = "layers_0/attention/query/kernel"
     assert {f"params/{kernel}", f"opt_state/orthoadam/inner/mu/{kernel}", f"opt_state/orthoadam/inner/nu/{kernel}",
             "opt_state/learning_rate/count", "params/token_embedding/embedding"} <= set(names)  # fmt: skip
@@ -106,7 +93,7 @@ def test_a_stopped_run_ends_with_the_same_bits(finished, tmp_path, step):
     assert starts == [max(saved for saved in (0, 3, 6, 9) if saved <= step - (step % 3 == 0))]
     assert bits(state) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
-    assert build(CONFIG).steps._cache_size() <= 2  # one program for a new state, one for a restored one
+    assert training.build(CONFIG).steps._cache_size() <= 2  # one program for a new state, one for a restored one
 
 
 @pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(11, marks=pytest.mark.slow)])
@@ -182,7 +169,8 @@ def test_a_damaged_json_item_is_named(copy, item, content):
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    read = {"config": read_config, "data": lambda step: read_json_item(step, "data"), "checksums": read_params}
+    read = {"config": training.read_config, "checksums": read_params}
+    read["data"] = lambda step: training.read_json_item(step, "data")
     with pytest.raises(DamagedError, match=f"checkpoints/11.*{item}"):
         read[item](step)
 
@@ -194,7 +182,7 @@ def test_damage_to_any_byte_of_any_file_found(finished, copy):
     files.remove(step / "_CHECKPOINT_METADATA")
     assert sum(path.parent.name == "d" for path in files) >= 4
     size = verify_checkpoint(step)
-    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(CONFIG)[1:]))
+    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(training.init_state(CONFIG)[1:]))
     for path in files:
         content = path.read_bytes()
         flipped = bytearray(content)
@@ -263,7 +251,7 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
     )  # fmt: skip
     assert bits(train(other, INPUTS, tmp_path)) == finished[1]
     assert from_json(Config, (tmp_path / "config.json").read_text()) == other  # the newest
-    assert read_config(tmp_path / "checkpoints" / "11") == other
+    assert training.read_config(tmp_path / "checkpoints" / "11") == other
     # Three newest and the multiples of four.
     assert {path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")} == {"4", "8", "10", "11"}
 
@@ -365,7 +353,7 @@ def assert_same_run(home, workdir):
     a, b = (find_checkpoint(folder) for folder in (home / "whole", workdir))
     assert a.name == b.name
     assert bits(read_params(a)) == bits(read_params(b))
-    assert bits(read_optimizer_state(a)) == bits(read_optimizer_state(b))
+    assert bits(training.read_optimizer_state(a)) == bits(training.read_optimizer_state(b))
     assert verify_checkpoint(a) == verify_checkpoint(b)
     steps = {path.name for path in (home / "whole" / "checkpoints").iterdir()}
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == steps  # nothing half-written, none set aside

@@ -12,14 +12,8 @@ import tokenizers as hf
 from hypothesis import strategies as st
 from small_runs import python
 
-from orthojax.data.tokenizers import (
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    load_tokenizer,
-    make_tokenizer,
-    tokenizer_identity,
-    train_bpe,
-)
+from orthojax.data import tokenizers
+from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer, make_tokenizer, tokenizer_identity, train_bpe
 from orthojax.errors import UserError
 
 TEXTS = [
@@ -202,4 +196,4 @@ def test_unknown_ids_are_left_out():
             return "".join("abc"[i] for i in ids)
 
     assert ByteTokenizer().decode([-1, 65, 999]) == "A"
-    assert SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"
+    assert tokenizers.SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"

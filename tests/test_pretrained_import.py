@@ -14,14 +14,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers as hf
 from model_oracle import stacked_params
 from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 import orthojax
-from orthojax import quant
+from orthojax import pretrained, quant
 from orthojax.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
-from orthojax.data.tokenizers import ByteTokenizer
+from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, bigram_backcopy, gpt2, llama2
 from orthojax.ops import rotary_frequencies
@@ -488,3 +489,60 @@ def test_the_export_of_the_guide(tmp_path, monkeypatch):
     assert names["model_type"] == "llama"
     given = json.loads((tmp_path / "exported/config.json").read_text())
     assert given["bos_token_id"] is given["eos_token_id"] is None
+
+
+# The BOS and end tokens that the files of a published model declare.
+
+
+def word_level(*special):
+    """Makes a tokenizer of a few words and these special tokens, whose ids come first."""
+    backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
+    backend.add_special_tokens(list(special))
+    whole = json.loads(backend.to_str())
+    whole["model"]["vocab"] |= {word: i for i, word in enumerate(special)}
+    whole["added_tokens"] = [of | {"id": i} for i, of in enumerate(whole["added_tokens"])]
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize(
+    ("files", "bos_id", "ends"),
+    [
+        ({}, 0, {1}),
+        ({"tokenizer_config.json": {"bos_token": "</s>", "eos_token": {"content": "<|eot_id|>"}}}, 1, {1, 2}),
+        ({"config.json": {"bos_token_id": 2, "eos_token_id": 2}}, 2, {1, 2}),
+        ({"generation_config.json": {"eos_token_id": [1, 2]}, "tokenizer_config.json": {"bos_token": None}}, 0, {1, 2}),
+        ({"config.json": {"bos_token_id": 99, "eos_token_id": None}}, 0, {1}),
+    ],
+)
+def test_bos_and_ends_are_those_a_model_declares(tmp_path, files, bos_id, ends):
+    tokenizer = from_json(word_level("<s>", "</s>", "<|eot_id|>"), "mine", "here")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = pretrained.with_declared_tokens(tokenizer, tmp_path)
+    assert (found.bos_id, found.ends, found.eos_id) == (bos_id, ends, 1)
+    assert found.sha256 == tokenizer.sha256
+
+
+LLAMA_TOKENS = {"tokenizer_class": "LlamaTokenizer"}
+TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "begins"),
+    [
+        ({}, False),
+        ({"tokenizer_config.json": {"add_bos_token": True}}, True),
+        ({"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": TEMPLATE}}, False),
+        ({"tokenizer.json": {"post_processor": TEMPLATE}}, True),
+        ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [BYTES, TEMPLATE]}}}, True),
+        ({"tokenizer.json": {"post_processor": BYTES}, "tokenizer_config.json": LLAMA_TOKENS}, False),
+        ({"tokenizer.json": {"post_processor": {"single": [5]}}}, False),
+        ({"tokenizer.json": {"post_processor": TEMPLATE | {"single": TEMPLATE["single"][1:]}}}, False),
+        ({"tokenizer.model": {}, "tokenizer_config.json": LLAMA_TOKENS}, True),
+    ],
+)
+def test_texts_begin_with_bos_as_a_model_declares(tmp_path, files, begins):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert pretrained.begins_with_bos(tmp_path) == begins

@@ -17,21 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from orthojax import optim
 from orthojax.config import ModelConfig, RotationConfig
 from orthojax.errors import UserError
 from orthojax.model import Transformer
 from orthojax.ops import orthogonal
-from orthojax.optim import (
-    RotatedAxes,
-    RotatedState,
-    Rotation,
-    describe,
-    generic_axes,
-    in_rotated_basis,
-    orthoadam,
-    rotate,
-    unrotate,
-)
+from orthojax.optim import RotatedAxes, Rotation, describe, generic_axes, in_rotated_basis, orthoadam, rotate
 from orthojax.optim.rotation import basis_constants, plan_tree
 from orthojax.train.optimizer import make_rotation
 
@@ -40,7 +31,7 @@ KINDS = ("haar", "hadamard", "dct", "signed_permutation")
 
 
 def rotated(rotation, params, back=False):
-    transform = (unrotate if back else rotate)(rotation)
+    transform = (optim.unrotate if back else rotate)(rotation)
     return transform.update(params, transform.init(params))[0]
 
 
@@ -479,7 +470,8 @@ def test_states_of_another_plan_are_refused_with_both_named(make, other):
 def test_states_without_a_plan_are_refused_and_restored_leaves_are_nan(kind):
     transform = in_rotated_basis(optax.scale_by_adam(), Rotation(kind))
     state = transform.init(PLANNED)
-    for held in (RotatedState(state.basis, state.inner), optax.scale_by_adam().init(PLANNED)):  # earlier, and Adam's
+    earlier = optim.RotatedState(state.basis, state.inner)
+    for held in (earlier, optax.scale_by_adam().init(PLANNED)):
         with pytest.raises(UserError, match="names no bases of a rotation"):
             transform.update(PLANNED, held)
     leaf_by_leaf = state._replace(plan=jax.tree.map(lambda checksum: checksum + 1, state.plan))

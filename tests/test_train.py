@@ -11,45 +11,20 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+import tiny_run
 from model_oracle import numpy_forward, random_params
 from test_analysis import LANGUAGE_MODEL_KEYS
 from thinned import quick_and_slow
-from tiny_run import (
-    TINY,
-    assert_lines_close,
-    assert_trees_close,
-    bits,
-    blank_state,
-    by_path,
-    drawn_params,
-    inputs,
-    lines,
-    loaded,
-    rows,
-)
+from tiny_run import TINY, assert_trees_close, bits, blank_state, by_path, drawn_params, inputs, lines, loaded, rows
 
 from orthojax import quant
+from orthojax import train as training
 from orthojax.config import OptimConfig, RotationConfig, replace
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.ops import cross_entropy_nats
 from orthojax.optim import RotatedAxes, rotate, unrotate
-from orthojax.train import (
-    DivergedError,
-    build,
-    evaluate,
-    find_checkpoint,
-    init_state,
-    learning_rate_schedule,
-    make_optimizer,
-    make_rotation,
-    make_train_step,
-    open_inputs,
-    read_params,
-    rounded_perplexities,
-    settings_that_do_not_fit,
-    train,
-)  # fmt: skip
+from orthojax.train import build, evaluate, init_state, learning_rate_schedule, make_rotation, train
 from orthojax.train.estimates import opening
 from orthojax.train.optimizer import decay_mask, rotated_axes, shared_basis
 from orthojax.train.step import loss_sum_nats
@@ -64,7 +39,7 @@ RICH = dataclasses.replace(
 
 
 def optimizer_of(config, steps):
-    return make_optimizer(config, schedule=learning_rate_schedule(config, steps))
+    return training.make_optimizer(config, schedule=learning_rate_schedule(config, steps))
 
 
 @functools.cache
@@ -86,7 +61,7 @@ def drawn(config):
     return blank_state(config)._replace(params=drawn_params(config.model))
 
 
-train_step = functools.cache(make_train_step)
+train_step = functools.cache(training.make_train_step)
 
 
 def numpy_losses(logits, targets):
@@ -173,7 +148,7 @@ def test_a_step_descends_the_loss_and_the_penalty_together(changes):
     (_, (loss, penalty)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(before)
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
     given = stack_layers(before) if config.model.scan_layers else before
-    state, metrics = make_train_step(config)(
+    state, metrics = training.make_train_step(config)(
         blank_state(config)._replace(params=jax.tree.map(jnp.array, given)), tokens
     )
     after = unstack_layers(state.params) if config.model.scan_layers else state.params
@@ -538,7 +513,7 @@ def evaluated():
 def test_a_setting_that_does_not_fit_is_refused():
     model = loaded(TWO_LAYERS, drawn_params(TWO_LAYERS.model))
     settings = {name: quant.setting_named(name) for name in ("w4a8", "w4a8_group64")}
-    assert list(settings_that_do_not_fit(model, settings)) == ["w4a8_group64"]
+    assert list(training.settings_that_do_not_fit(model, settings)) == ["w4a8_group64"]
     with pytest.raises(UserError, match="w4a8_group64"):
         evaluate(model, inputs(), settings=settings)
 
@@ -546,7 +521,7 @@ def test_a_setting_that_does_not_fit_is_refused():
 def test_further_settings_are_all_that_they_say():
     model = loaded(CONFIG, drawn_params(CONFIG.model, 0.5))
     settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4", "fp8_e4m3_block128", "nvfp4")}
-    found = rounded_perplexities(model, inputs(), settings)
+    found = training.rounded_perplexities(model, inputs(), settings)
     assert list(found) == [f"perplexity_{name}" for name in settings]
     assert len(set(found.values())) == 4  # w4a4kv4 differs from w4a4 in keys and values alone
     assert all(map(math.isfinite, found.values()))
@@ -616,26 +591,26 @@ def test_a_task_is_drawn_by_the_step_itself(tmp_path):
     task = {"data.kind": "bigram_backcopy", "data.paths": (str(tmp_path / "text"),), "data.bos_tokens": 2}
     task |= {"data.delimiter": True, "data.other_rule_probability": 0.5, "data.seed": 2**32 - 1}
     config = replace(CONFIG, task | {"train.steps": 4, "train.checkpoint_every_steps": 2})
-    data = open_inputs(config, tmp_path)
+    data = training.open_inputs(config, tmp_path)
     assert len(data.batch(0)) == 4
     assert not np.array_equal(data.batch(0), data.evaluation[:4])
     expected = train(config, data._replace(task=None), tmp_path / "given")
     on_mesh = replace(config, {"mesh.data": 2, "mesh.tensor": 2})
     assert_trees_close(train(on_mesh, data, tmp_path / "drawn").params, expected.params, rtol=1e-5, atol=1e-6)
-    assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
+    tiny_run.assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
     shutil.rmtree(tmp_path / "drawn" / "checkpoints" / "4")
     seen = []
     train(on_mesh, data, tmp_path / "drawn", on_step=lambda step, loss: seen.append(step))
     assert seen == [3, 4]
-    assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
+    tiny_run.assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
     other = replace(config, {"data.seed": 1, "train.seed": 1})
-    assert build(other, open_inputs(other, tmp_path).task) is build(config, data.task)
+    assert build(other, training.open_inputs(other, tmp_path).task) is build(config, data.task)
 
 
 @pytest.mark.parametrize("poisoned", [2, 0])
 def test_a_loss_that_is_not_finite_ends_run(tmp_path, poisoned):
     config = replace(CONFIG, {"train.checkpoint_every_steps": 2})
-    with pytest.raises(DivergedError, match=f"loss .* at step {poisoned + 1}"):
+    with pytest.raises(training.DivergedError, match=f"loss .* at step {poisoned + 1}"):
         train(config, inputs((poisoned,)), tmp_path)
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, poisoned + 1))
     assert (tmp_path / "checkpoints/2").is_dir() == (poisoned == 2)
@@ -673,16 +648,16 @@ def test_a_diverging_run_keeps_its_last_good_checkpoint(tmp_path, changes, what,
     start = {"optim.learning_rate": 1e30, "optim.warmup_steps": 2}
     config = replace(CONFIG, start | {"train.checkpoint_every_steps": 100} | changes)
     saved = "what was saved before is kept"  # maybe nothing
-    with pytest.raises(DivergedError, match=rf"({what}).* at step {step}.*\n.*{saved}"):
+    with pytest.raises(training.DivergedError, match=rf"({what}).* at step {step}.*\n.*{saved}"):
         train(config, inputs(), tmp_path)
     for line in lines(tmp_path):
         assert line["step"] <= step
         if "learning_rate" in line:  # the writer leaves out what is not finite
             assert math.isfinite(line["loss_nats"])
     if config.train.checkpoint_every_steps == 1:
-        folder = find_checkpoint(tmp_path)
+        folder = training.find_checkpoint(tmp_path)
         assert folder.name == "1"
-        assert_trees_close(read_params(folder), initial(config).params, rtol=0)
+        assert_trees_close(training.read_params(folder), initial(config).params, rtol=0)
 
 
 def test_a_second_run_kept_off_folder_of_first(tmp_path):
@@ -715,7 +690,7 @@ def test_a_run_whose_folder_is_moved_ends_with_an_error_and_resumes(tmp_path, la
     assert not (home / "config.json").exists()
     shutil.rmtree(home, ignore_errors=True)  # the last checkpoint may have made it again
     away.rename(home)
-    assert find_checkpoint(home).name == "5"
+    assert training.find_checkpoint(home).name == "5"
     assert bits(train(config, inputs(), home)) == bits(train(config, inputs(), tmp_path / "whole"))
 
 
