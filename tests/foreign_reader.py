@@ -25,10 +25,9 @@ def snippet() -> str:
 
 def run(*command: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A Python program, with one device."""
-    from small_runs import cpu_environment  # not at the top: it imports orthojax
+    from small_runs import python  # not at the top: it imports orthojax
 
-    command = (sys.executable, *map(str, command))
-    return subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, cwd=cwd)
+    return python(*command, cwd=cwd)
 
 
 def inspect(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,8 @@
-"""A small run, and what tests compare of runs: arrays bit for bit, losses, and files, which they also damage."""
+"""A small run, files that tests compare and damage, and processes with one CPU device."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from orthojax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimConfig, TrainConfig
@@ -34,3 +36,11 @@ def flip(path, where=0.5):
 def cpu_environment(**more):
     """Of a process with one CPU device, whose small programs compile fast."""
     return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def python(*arguments, cwd=None, **environment):
+    """Runs Python in a process with one CPU device, and returns how it ended."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, env=cpu_environment(**environment), capture_output=True, text=True, timeout=300
+    )

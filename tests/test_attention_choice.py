@@ -26,15 +26,6 @@ def traced(length, **options):
     return str(jax.make_jaxpr(functools.partial(dot_product_attention, **options))(q, q, q))
 
 
-@pytest.mark.parametrize(
-    ("length", "causal", "in_chunks"),
-    [(2048, False, False), (4096, False, True), (512, True, False), (1024, True, True)],
-)
-def test_large_weights_are_computed_in_chunks(length, causal, in_chunks):
-    assert ("scan[" in traced(length, is_causal=causal)) is in_chunks
-    assert "scan[" not in traced(length, is_causal=causal, implementation="xla")
-
-
 # Sizes are B, T, N, S.
 @pytest.mark.parametrize(
     ("platform", "sizes", "options", "expected"),
@@ -53,6 +44,9 @@ def test_large_weights_are_computed_in_chunks(length, causal, in_chunks):
 )
 def test_the_fastest_is_chosen_by_platform_and_size(platform, sizes, options, expected):
     assert fastest(platform, *sizes, **options) == expected
+    if platform == "cpu":
+        assert ("scan[" in traced(sizes[1], **options)) == (expected == "xla_chunked")
+        assert "scan[" not in traced(sizes[1], **options, implementation="xla")
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("gpu", "cudnn"), ("tpu", "splash")])

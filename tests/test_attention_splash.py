@@ -82,8 +82,7 @@ def auto_mesh(shape, names):
 
 
 @pytest.mark.parametrize(
-    ("names", "shape"),
-    [(("data", "fsdp", "tensor"), (2, 2, 2)), pytest.param(("data", "tensor"), (4, 2), marks=slow)],
+    ("names", "shape"), [(("data", "fsdp", "tensor"), (2, 2, 2)), pytest.param(("data", "tensor"), (4, 2), marks=slow)]
 )
 def test_over_a_mesh_nothing_is_gathered(names, shape, unsharded):
     mesh = auto_mesh(shape, names)

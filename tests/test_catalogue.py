@@ -95,12 +95,6 @@ def test_equal_logits_have_the_sink_attention_of_chance():
         assert chance(name, given) == pytest.approx(float(found), rel=1e-6)
 
 
-def test_gaussian_vectors_have_the_norm_ratio_of_chance():
-    vectors = np.random.default_rng(0).normal(size=(20_000, D))
-    ratio = np.median(np.abs(vectors).max(-1)) / np.sqrt(D)
-    assert chance("norm_ratio_first", GIVEN) == pytest.approx(ratio, rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("changes", "level"),
     [({"normalizer": "relu"}, None), ({"normalizer": "learned_sink"}, 1.0), ({"normalizer": "softmax1"}, 1.0)],

@@ -1,35 +1,27 @@
+"""Checkpoints: resuming bit for bit, damage, other configs, and kills at random moments."""
+
 import logging
 import os
 import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from small_runs import CONFIG, flip, largest, snapshot
+from small_runs import CONFIG, ROOT, TEXT, cpu_environment, flip, largest, snapshot
 from tiny_run import Stop, bits, stop_at
 from tiny_run import lines as losses
 
+from orthojax import train as training
 from orthojax.config import Config, from_json, replace, to_json
 from orthojax.errors import Interrupted, UserError
-from orthojax.train import (
-    DamagedError,
-    Inputs,
-    build,
-    find_checkpoint,
-    init_state,
-    list_arrays,
-    read_config,
-    read_json_item,
-    read_metrics,
-    read_params,
-    train,
-    verify_checkpoint,
-)
+from orthojax.train import DamagedError, Inputs, find_checkpoint, read_metrics, read_params, train, verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # What Orbax leaves behind when it cannot read, besides the exception that it raises.
@@ -72,7 +64,7 @@ def test_checkpoints_are_found_and_have_plain_names(finished, monkeypatch):
         assert step == finished[0].absolute() / "checkpoints" / ("9" if where.endswith("9") else "11")
         monkeypatch.chdir(finished[0] / where)
         assert find_checkpoint(Path(".")) == step
-    names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in list_arrays(step, item)]
+    names = [f"{item}/{path}" for item in ("params", "opt_state") for path, _, _ in training.list_arrays(step, item)]
     kernel = "layers_0/attention/query/kernel"
     assert {f"params/{kernel}", f"opt_state/orthoadam/inner/mu/{kernel}", f"opt_state/orthoadam/inner/nu/{kernel}",
             "opt_state/learning_rate/count", "params/token_embedding/embedding"} <= set(names)  # fmt: skip
@@ -101,7 +93,7 @@ def test_a_stopped_run_ends_with_the_same_bits(finished, tmp_path, step):
     assert starts == [max(saved for saved in (0, 3, 6, 9) if saved <= step - (step % 3 == 0))]
     assert bits(state) == finished[1]
     assert losses(tmp_path) == losses(finished[0])
-    assert build(CONFIG).steps._cache_size() <= 2  # one program for a new state, one for a restored one
+    assert training.build(CONFIG).steps._cache_size() <= 2  # one program for a new state, one for a restored one
 
 
 @pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(11, marks=pytest.mark.slow)])
@@ -177,7 +169,8 @@ def test_a_damaged_json_item_is_named(copy, item, content):
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    read = {"config": read_config, "data": lambda step: read_json_item(step, "data"), "checksums": read_params}
+    read = {"config": training.read_config, "checksums": read_params}
+    read["data"] = lambda step: training.read_json_item(step, "data")
     with pytest.raises(DamagedError, match=f"checkpoints/11.*{item}"):
         read[item](step)
 
@@ -189,7 +182,7 @@ def test_damage_to_any_byte_of_any_file_found(finished, copy):
     files.remove(step / "_CHECKPOINT_METADATA")
     assert sum(path.parent.name == "d" for path in files) >= 4
     size = verify_checkpoint(step)
-    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(init_state(CONFIG)[1:]))
+    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(training.init_state(CONFIG)[1:]))
     for path in files:
         content = path.read_bytes()
         flipped = bytearray(content)
@@ -258,7 +251,7 @@ def test_logging_and_retention_may_change_on_resume(finished, tmp_path):
     )  # fmt: skip
     assert bits(train(other, INPUTS, tmp_path)) == finished[1]
     assert from_json(Config, (tmp_path / "config.json").read_text()) == other  # the newest
-    assert read_config(tmp_path / "checkpoints" / "11") == other
+    assert training.read_config(tmp_path / "checkpoints" / "11") == other
     # Three newest and the multiples of four.
     assert {path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")} == {"4", "8", "10", "11"}
 
@@ -305,3 +298,101 @@ def test_only_a_checkpoint_decides_that_a_run_began(copy):
     with pytest.raises(UserError, match="nope"):
         train(replace(CONFIG, {"train.init_from": "nope"}), INPUTS, copy)
     train(replace(CONFIG, {"train.steps": 3}), INPUTS, copy)
+
+
+# Signals and kill -9 at random moments; test_command_lines.py has a signal to a command.
+
+
+def prepare(home, steps, eval_every_steps, checkpoint_every_steps):
+    """Text and config, and an undisturbed run of the command line."""
+    config = replace(
+        CONFIG,
+        TEXT | {"train.steps": steps, "train.eval_every_steps": eval_every_steps, "train.log_every_steps": 1,
+                "train.checkpoint_every_steps": checkpoint_every_steps},
+    )  # fmt: skip
+    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
+    (home / "text.txt").write_text(" ".join(words))
+    (home / "config.json").write_text(to_json(config))
+    run_to_the_end(home, home / "whole")
+    return home
+
+
+def command(home, workdir):
+    folders = {"config": "config.json", "workdir": workdir, "cache_dir": "cache", "compile_cache": "compiled"}
+    arguments = [f"--{flag}={home / folder}" for flag, folder in folders.items()]
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch/train.py"), *arguments], cwd=home,
+        env=cpu_environment(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def run_to_the_end(home, workdir):
+    process = command(home, workdir)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error
+    assert "damaged" not in error
+
+
+def logged_step(workdir):
+    return max((line["step"] for line in read_metrics(workdir / "metrics.jsonl")), default=0)
+
+
+def disturb(home, workdir, signum, *, steps=0, seconds=0.0):
+    """Starts the run and sends it a signal, so many steps beyond the last ones that it logged, then so much time."""
+    wanted, process = logged_step(workdir) + steps, command(home, workdir)
+    while steps and process.poll() is None and logged_step(workdir) < wanted:
+        time.sleep(0.002)
+    time.sleep(seconds)
+    process.send_signal(signum)
+    return process.wait(timeout=120), process.communicate()[1]
+
+
+def assert_same_run(home, workdir):
+    assert losses(workdir) == losses(home / "whole")
+    a, b = (find_checkpoint(folder) for folder in (home / "whole", workdir))
+    assert a.name == b.name
+    assert bits(read_params(a)) == bits(read_params(b))
+    assert bits(training.read_optimizer_state(a)) == bits(training.read_optimizer_state(b))
+    assert verify_checkpoint(a) == verify_checkpoint(b)
+    steps = {path.name for path in (home / "whole" / "checkpoints").iterdir()}
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == steps  # nothing half-written, none set aside
+
+
+def assert_stopped_cleanly(returned, error, workdir, signum):
+    assert returned == 128 + signum, error
+    step = int(find_checkpoint(workdir).name)
+    assert f"stopped at step {step}, state saved" in error.splitlines()[-1]
+    assert "Traceback" not in error
+    assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == step
+
+
+@pytest.fixture(scope="module")
+def long_home(tmp_path_factory):
+    """A run that is long enough for many kills, undisturbed."""
+    return prepare(tmp_path_factory.mktemp("home"), steps=400, eval_every_steps=50, checkpoint_every_steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hundred_kills_at_random_moments_lose_nothing(long_home, tmp_path, seed):
+    """Four runs of 25 kills each; most of the time between two steps is a checkpoint being written."""
+    rng, workdir, writing, began = random.Random(seed), tmp_path / "run", 0, time.monotonic()
+    for kill in range(25):
+        # Every fifth one strikes while it starts: imports, restoring, the first program.
+        starting = kill % 5 == 4
+        seconds = rng.uniform(0.2, 5.0) if starting else rng.uniform(0.0, 0.1)
+        returned, error = disturb(
+            long_home, workdir, signal.SIGKILL, steps=0 if starting else rng.randint(1, 12), seconds=seconds
+        )
+        assert returned == -signal.SIGKILL, error
+        writing += bool(list((workdir / "checkpoints").glob("*tmp*")))  # a checkpoint that is not complete
+        if kill == 12:  # saved and killed runs follow one another
+            returned, error = disturb(long_home, workdir, signal.SIGINT, steps=1)
+            assert_stopped_cleanly(returned, error, workdir, signal.SIGINT)
+    step = read_metrics(workdir / "metrics.jsonl")[-1]["step"]
+    seconds = time.monotonic() - began
+    print(f"\n{writing} of 25 kills struck while a checkpoint was written; step {step} of 400; {seconds:.0f} s")
+    assert writing >= 3
+    run_to_the_end(long_home, workdir)
+    assert_same_run(long_home, workdir)

@@ -11,7 +11,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 from small_runs import CONFIG as SMALL
-from small_runs import ROOT, TEXT, snapshot
+from small_runs import ROOT, TEXT, python, snapshot
 
 import orthojax
 from orthojax.config import Config, describe_fields, replace, to_json
@@ -28,16 +28,6 @@ CONFIG = replace(
     | {"optim.warmup_steps": 1},
 )
 PROGRESS = re.compile(r"^(.*\d+%\||compil(ing|ed)|resumes after step|step \d+/|all \d+ steps)|^\s*$")
-
-
-# Runs a script with a limit on the size of the files that it may write.
-LIMITED = """
-import resource, runpy, sys
-del sys.argv[0]
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[0]), int(sys.argv[0])))
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,20 +59,6 @@ def run(script, *arguments, cwd):
         server().stdin.flush()
         code = int(server().stdout.readline())
         return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
-
-
-def run_from_scratch(script, *arguments, cwd, limit_bytes=None, code=None):
-    """The same from the beginning, as a user starts it, or with a limit on what it may write, or of code."""
-    start, environment = [str(ROOT / "launch" / f"{script}.py")], dict(os.environ)
-    if code is not None:
-        start = ["-c", code]
-    elif limit_bytes is not None:
-        start = ["-c", LIMITED, str(limit_bytes), *start]
-        # Python would keep half of a compiled module.
-        environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, *start, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
 
 
 def complaint(done):
@@ -167,6 +143,11 @@ REFUSED = {
     "a folder of runs": ("inspect_checkpoint", ["."], ["run"]),
     "token files of a missing text": ("prepare_data", ["--input=nope.txt", "--output=new"], ["nope.txt"]),
     "no model to analyze": ("analyze", [], ["--model"]),
+    # Wrong files; tests/test_data_refused.py has more of the data.
+    "vocabulary larger than the model": (
+        "train", [*SMALL_RUN, "--workdir=new", "--config.model.vocab_size=100"], ["vocab_size=100", "258"]),
+    "workdir that is a file": ("train", [*SMALL_RUN, "--workdir=text.txt"], ["text.txt is a file"]),
+    "workdir of another config": ("train", [*SMALL_RUN, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1"]),
 }  # fmt: skip
 ADDRESSED = {
     "train": "--workdir=A --config=A --cache_dir=A --compile_cache=A --config.train.init_from=A",
@@ -260,30 +241,9 @@ for line in {LIGHT!r}:
         print(done.code, sorted(sys.modules.keys() & {{"jax", "numpy", "flax", "orbax", "optax"}}), flush=True)
         os._exit(0)
 """
-    done = run_from_scratch("", cwd=tmp_path, code=f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
+    done = python("-c", code, cwd=tmp_path)
     assert done.stdout.splitlines() == ["2 []"] * len(LIGHT), done.stderr
     assert done.stderr.count("/nowhere") == len(LIGHT) - 1
-
-
-# Wrong files; tests/test_data_*.py have more of the data. (arguments, words.)
-
-
-FILES = {
-    "vocabulary larger than the model": (["--workdir=new", "--config.model.vocab_size=100"], ["vocab_size=100", "258"]),
-    "workdir that is a file": (["--workdir=text.txt"], ["text.txt is a file"]),
-    "workdir of another config": (["--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1"]),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_wrong_files_leave_the_workdir_alone(home, case):
-    arguments, words = FILES[case]
-    before = snapshot(home)
-    error = complaint(run("train", *SMALL_RUN, *arguments, cwd=home))
-    assert all(word in error for word in words), error
-    after = {path: content for path, content in snapshot(home).items() if path.parts[0] != "cache"}
-    before = {path: content for path, content in before.items() if path.parts[0] != "cache"}
-    assert after == before
 
 
 # Wrong checkpoints.
@@ -336,17 +296,6 @@ def test_unwritable_evaluation_is_refused_before_the_work(home):
     assert (home / "file").read_text() == "kept"
 
 
-# A full disk: a limit on the size of files stands in for it.
-
-
-def test_full_disk_leaves_no_half_tokenised_text(home):
-    arguments = ["--config=small.py", "--cache_dir=other", "--workdir=new"]
-    error = complaint(run_from_scratch("train", *arguments, cwd=home, limit_bytes=1024))
-    assert "File too large" in error
-    assert not list((home / "other").rglob("train.bin"))
-    assert not (home / "new").exists()
-
-
 # What works.
 
 
@@ -367,11 +316,6 @@ def test_token_files_are_made_and_trained_on(home):
         for name in ("new", "run")
     ]
     assert losses[0] == losses[1]  # the same text as by data.kind=text
-    content = (home / "tokens/train.bin").read_bytes()
-    (home / "tokens/train.bin").write_bytes(content[:-2])
-    shutil.rmtree(home / "new")
-    assert "tokens/train.bin" in complaint(run("train", *arguments, cwd=home))
-    assert not (home / "new").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -425,7 +369,7 @@ def test_model_without_tokenizer_writes_ids(home, written):
     assert run("generate", *arguments, cwd=home).stdout == loaded.tokenizer.decode(expected) + "\n"
 
 
-def test_run_is_evaluated_and_inspected(home):
+def test_run_is_evaluated(home):
     run_dir = home / "run"
     assert json.loads((run_dir / "config.json").read_text()) == json.loads(to_json(CONFIG))
     # From inside the folder of the checkpoints; data.paths are relative to where the command is started.
@@ -437,10 +381,6 @@ def test_run_is_evaluated_and_inspected(home):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     validation = {line["step"]: line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line}
     assert result["metrics"]["loss_nats"] == pytest.approx(validation[3], rel=1e-5)
-    done = run("inspect_checkpoint", "run", cwd=home)
-    assert done.returncode == 0, done.stderr
-    for line in (r"step 6\b", r"model\.normalizer = softmax1", r"layers_0/attention/query/kernel +float32 +\[16, 16\]"):
-        assert re.search(line, done.stdout), done.stdout
 
 
 STOPPED = """
@@ -495,7 +435,7 @@ CRASH = "from orthojax.commands import cli\ndef main(_):\n    raise KeyError('a 
 
 
 def test_crash_of_ours_keeps_its_traceback(tmp_path):
-    done = run_from_scratch("", cwd=tmp_path, code=CRASH)
+    done = python("-c", CRASH, cwd=tmp_path)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "a defect" in done.stderr

@@ -2,33 +2,19 @@ import dataclasses
 import json
 import math
 import typing
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orthojax.config import (
-    Config,
-    Mlp,
-    ModelConfig,
-    OptimConfig,
-    RopeConfig,
-    RotationConfig,
-    changed_fields,
-    describe_fields,
-    describe_type,
-    field_paths,
-    fields_affecting,
-    flatten,
-    from_json,
-    replace,
-    to_json,
-)
+from orthojax import config as c
+from orthojax.config import Config, Mlp, ModelConfig, OptimConfig, from_json, replace, to_json
 from orthojax.config.fields import read_value
 from orthojax.errors import UserError
 
-PATHS = field_paths(Config)
+PATHS = c.field_paths(Config)
 
 
 def refusal(call, *args) -> list[str]:
@@ -68,7 +54,7 @@ def test_every_type_is_read_from_text_or_refused():
     for text, hint in UNREADABLE:
         with pytest.raises(ValueError):  # noqa: PT011
             read_value(text, hint)
-    assert all(describe_type(hint) for hint in PATHS.values())
+    assert all(c.describe_type(hint) for hint in PATHS.values())
     assert len(refusal(replace, Config(), {"model.d_model": "nan"})) == 2  # which is no slip for "an" integer
 
 
@@ -89,11 +75,11 @@ OVERRIDES = {
 def test_one_override_changes_one_field():
     for path, (text, value) in OVERRIDES.items():
         expected = {path: value} if path != "model.attention" else {}
-        assert changed_fields(Config(), replace(Config(), {path: text})) == expected
+        assert c.changed_fields(Config(), replace(Config(), {path: text})) == expected
         assert replace(Config(), {path: value}) == replace(Config(), {path: text})
     assert replace(Config(), {"data.tokenizer": "true"}).data.tokenizer == "true"  # a text stays a text
     assert replace(Config(), {}) == Config()
-    assert changed_fields(Config(), Config()) == {}
+    assert c.changed_fields(Config(), Config()) == {}
 
 
 def test_fields_that_must_agree_change_together():
@@ -178,7 +164,7 @@ def test_bad_override_is_refused_in_three_lines(changes, word):
 
 def test_no_field_takes_a_number_that_no_array_can_hold():
     for path, hint in PATHS.items():
-        kinds = describe_type(hint)
+        kinds = c.describe_type(hint)
         wrong = [math.nan, math.inf, -math.inf, 10**310] if "a number" in kinds else []
         wrong += [2**31 + 2**31 * path.endswith("seed"), 10**20] if "an integer" in kinds else []
         for value in [(0, number) if "list" in kinds else number for number in wrong]:
@@ -250,10 +236,10 @@ def test_json_round_trip(config):
 
 @given(configs(), configs())
 def test_changed_fields_is_the_inverse_of_replace(base, config):
-    changes = changed_fields(base, config)
+    changes = c.changed_fields(base, config)
     assert replace(base, changes) == config
     assert set(changes) <= set(PATHS)
-    assert all(flatten(base)[path] != value for path, value in changes.items())
+    assert all(c.flatten(base)[path] != value for path, value in changes.items())
 
 
 @given(st.sampled_from(sorted(PATHS)), st.text(max_size=12) | st.sampled_from(["nan", "inf", "-1", "1e999", "none"]))
@@ -288,29 +274,7 @@ def test_foreign_or_corrupt_json_is_refused():
         refusal(from_json, Config, text)
 
 
-# config.json of 0.1.0, of a run with its defaults.
-OF_0_1_0 = """
-{"model": {"vocab_size": 2048, "max_length": 1024, "d_model": 128, "num_layers": 4, "num_heads": 4,
-"num_kv_heads": null, "d_head": null, "d_mlp": 512, "position": "learned", "rope_theta": 10000.0,
-"rope_local_theta": null, "rotary_layers": true, "rope": null, "norm": "rmsnorm_single", "attention_norm": true,
-"mlp_norm": true, "block": "pre_norm", "qk_norm": "none", "norm_eps": 1e-05, "gated_norm_rank": 0, "use_bias": false,
-"normalizer": "softmax1", "normalizer_n": 1.0, "logits_width": null, "attention_soft_cap": null,
-"final_soft_cap": null, "attention_implementation": "auto", "attention_window": null, "latent": null, "mlp": "gelu",
-"experts": null, "attention": true, "gated_attention": false, "tie_embeddings": true, "scale_embeddings": false,
-"embedding_projection": false, "fixed_rotation": false, "attention_mask": "causal", "relaxed_causal_tokens": 0,
-"embedding_init_std": 0.02, "init_std": 0.02, "sink_init": 0.0, "kernel_init": "normal", "scan_layers": true,
-"unroll_layers": "auto", "remat": false, "dtype": "float32", "residual_dtype": "float32"}, "optim": {"optimizer":
-"orthoadam", "rotated": false, "learning_rate": 0.001, "warmup_steps": 100, "final_learning_rate_fraction": 0.1,
-"b1": 0.9, "b2": 0.999, "eps": 1e-08, "momentum": 0.0, "muon_embeddings": null, "weight_decay": 0.0, "clip_norm": 1.0,
-"rotation": {"kind": "hadamard", "axes": "d_model", "embeddings": true, "scope": "layer", "seed": null},
-"sink_anneal_steps": 0}, "data": {"kind": "embedded", "paths": [], "tokenizer": "bpe:2048", "sequence_length": 64,
-"bos": false, "objective": "next_token", "seed": 0, "repeated_share": 0.0, "trigger_count": 3, "rule": "backcopy",
-"other_rule": "markov", "other_rule_probability": 0.0, "bos_tokens": 1, "delimiter": false, "verify": false},
-"train": {"steps": 1000, "batch_size": 16, "accumulation_steps": 1, "logits_dtype": "auto", "steps_per_dispatch": null,
-"activation_penalty": 0.0, "seed": 0, "init_from": "", "allow_normalizer_change": false, "log_every_steps": 20,
-"probe_every_steps": 100, "probe_steps": [], "probe": "", "probe_sequences": 8, "tensorboard": false, "wandb": false,
-"eval_every_steps": 100, "checkpoint_every_steps": 100, "keep_checkpoints": 2, "keep_every_steps": 0},
-"eval": {"sequences": 256, "batch_size": 32}, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}"""
+OF_0_1_0 = (Path(__file__).parent / "config_0_1_0.json").read_text()  # of a run with its defaults
 GONE = {"model": {"attention_norm": False, "mlp_norm": [True, False], "gated_norm_rank": 4},
         "optim": {"sink_anneal_steps": 9}}  # fmt: skip
 
@@ -346,15 +310,15 @@ def test_rotation_has_seed_of_run_or_its_own():
 
 
 def test_every_leaf_has_a_path_and_is_frozen():
-    assert list(flatten(Config())) == list(PATHS)
-    assert PATHS["optim.rotation.kind"] == typing.get_type_hints(RotationConfig)["kind"]
-    assert not any(dataclasses.is_dataclass(value) for value in flatten(Config()).values())
+    assert list(c.flatten(Config())) == list(PATHS)
+    assert PATHS["optim.rotation.kind"] == typing.get_type_hints(c.RotationConfig)["kind"]
+    assert not any(dataclasses.is_dataclass(value) for value in c.flatten(Config()).values())
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().model.d_model = 3
 
 
 def test_every_field_is_described_by_its_class():
-    described = describe_fields(Config)
+    described = c.describe_fields(Config)
     assert list(described) == list(PATHS)
     assert all(text.endswith(".") for text in described.values()), described
     assert "\n" not in "".join(described.values())
@@ -362,20 +326,20 @@ def test_every_field_is_described_by_its_class():
 
 def test_every_field_says_what_it_affects():
     numbers, start, computation, nothing = (
-        set(fields_affecting(Config, what)) for what in ("numbers", "start", "computation", "nothing")
+        set(c.fields_affecting(Config, what)) for what in ("numbers", "start", "computation", "nothing")
     )
     assert sorted([*numbers, *start, *computation, *nothing]) == sorted(PATHS)
     assert {"optim.rotation.seed", "train.steps", "train.seed", "model.dtype", "data.seed", "eval.sequences"} < numbers
     assert {"model.init_std", "model.scan_layers", "train.init_from"} <= start
     assert {"mesh.data", "model.remat", "train.accumulation_steps", "train.logits_dtype"} < computation
     assert {"train.log_every_steps", "train.keep_checkpoints"} < nothing
-    assert "remat" in fields_affecting(ModelConfig, "computation", "nothing")
+    assert "remat" in c.fields_affecting(ModelConfig, "computation", "nothing")
 
 
 def test_optional_groups_take_overrides_and_go_through_json():
     config = replace(Config(), {"model.rope.scaling": "linear", "model.rope.factor": "2", "model.latent.d_rotary": 8})
-    assert config.model.rope == RopeConfig(scaling="linear", factor=2.0)
+    assert config.model.rope == c.RopeConfig(scaling="linear", factor=2.0)
     assert from_json(Config, to_json(config)) == config
-    changes = changed_fields(Config(), config)
+    changes = c.changed_fields(Config(), config)
     assert replace(Config(), changes) == config
     assert replace(config, dict.fromkeys(changes)) == Config()

@@ -7,17 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
+from orthojax import data
 from orthojax.config import DataConfig
-from orthojax.data import (
-    TokenBatches,
-    embedded_corpus,
-    load_tokenizer,
-    open_dataset,
-    prepare,
-    repeat_passages,
-    text_corpus,
-    text_parts,
-)
+from orthojax.data import embedded_corpus, load_tokenizer, open_dataset, prepare, repeat_passages, text_corpus
 from orthojax.data.preparation import hold_out_by_name
 from orthojax.errors import UserError
 
@@ -27,7 +19,7 @@ T, B, ROWS = 3, 4, 12
 def batches(**changes):
     """Twelve rows, so that three batches are an epoch; token i has the value i."""
     arguments = {"tokens": np.arange(ROWS * T + 1, dtype=np.uint16), "sequence_length": T, "batch_size": B, "seed": 5}
-    return TokenBatches(**(arguments | changes))
+    return data.TokenBatches(**(arguments | changes))
 
 
 def row_numbers(batch):
@@ -125,7 +117,7 @@ def test_the_embedded_corpus_is_divided_by_name(tmp_path):
 def test_the_cache_is_what_prepare_writes(config, tmp_path):
     config = dataclasses.replace(config, tokenizer="bpe:270")
     dataset, calls = open_dataset(config, tmp_path / "cache"), []
-    prepare(tmp_path / "out", text_parts(config.paths, ["train", "validation"]), "bpe:270")
+    prepare(tmp_path / "out", data.text_parts(config.paths, ["train", "validation"]), "bpe:270")
     folder = dataset.tokenizer_path.parent
     contents = [{path.name: path.read_bytes() for path in of.iterdir()} for of in (folder, tmp_path / "out")]
     assert contents[0] == contents[1]

@@ -2,20 +2,17 @@
 
 import json
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from small_runs import ROOT, python
 from tensorflow_datasets.proto.tf_example_generated_pb2 import Example  # type: ignore[attr-defined]
+from test_data_sources import KEPT, TEXTS, texts_of
 
 from orthojax.data import open_token_file
 from orthojax.data.sources import find_tfds, open_tfds
 from orthojax.errors import UserError
 
-TEXTS = [f"text {i} größer " * (i % 7) for i in range(50)]  # every seventh is empty, and left out
-KEPT = [text for text in TEXTS if text]
 FILE_FORMATS = pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 
 
@@ -63,10 +60,6 @@ def edit_info(folder, edit):
     edit(info)
     path.write_text(json.dumps(info))
     return folder
-
-
-def texts_of(source):
-    return [document.text for document in source.documents()]
 
 
 @FILE_FORMATS
@@ -133,11 +126,11 @@ def test_no_module_is_imported_by_name(tmp_path, monkeypatch, file_format):
 
 def test_the_command_line_reads_tfds_without_tensorflow(tmp_path):
     write_tfds(tmp_path / "tfds")
-    script = Path(__file__).parents[1] / "launch/prepare_data.py"
+    script = ROOT / "launch/prepare_data.py"
     code = f"import runpy, sys\ntry:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
     code += "finally:\n    print('tensorflow' in sys.modules)"
     arguments = ["--tfds_dir=tfds", "--dataset=c4/en", "--split=train", "--tokenizer=bytes", "--output=tokens"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    done = python("-c", code, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("False\n")
     wanted = np.concatenate([[*text.encode(), 257] for text in KEPT])

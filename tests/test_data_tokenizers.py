@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 
 import hypothesis
@@ -11,15 +10,10 @@ import numpy as np
 import pytest
 import tokenizers as hf
 from hypothesis import strategies as st
+from small_runs import python
 
-from orthojax.data.tokenizers import (
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    load_tokenizer,
-    make_tokenizer,
-    tokenizer_identity,
-    train_bpe,
-)
+from orthojax.data import tokenizers
+from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer, make_tokenizer, tokenizer_identity, train_bpe
 from orthojax.errors import UserError
 
 TEXTS = [
@@ -66,8 +60,7 @@ def test_bpe_shape_and_determinism(bpe):
         "heavy = {'tokenizers', 'grain', 'flax', 'tensorflow_datasets', 'tensorflow'}\n"
         f"print(sorted(heavy & set(sys.modules)), train_bpe({TEXTS!r}, 330).sha256)"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == f"[] {bpe.sha256}\n"
+    assert python("-c", code).stdout == f"[] {bpe.sha256}\n"
     assert train_bpe(TEXTS[:1], 270).sha256 != bpe.sha256
 
 
@@ -203,7 +196,7 @@ def test_unknown_ids_are_left_out():
             return "".join("abc"[i] for i in ids)
 
     assert ByteTokenizer().decode([-1, 65, 999]) == "A"
-    assert SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"
+    assert tokenizers.SentencePieceTokenizer("s", 3, 0, 1, "", Backend()).decode([0, 250, -1, 2]) == "ac"
 
 
 def test_a_text_on_which_a_regular_expression_gives_up_is_refused(tmp_path):

@@ -10,20 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_run import TINY, Stop, assert_trees_close, bits, inputs, lines, rows, stop_at
 
+from orthojax import train as training
 from orthojax.config import replace
 from orthojax.errors import Interrupted, UserError
-from orthojax.train import (
-    DivergedError,
-    find_checkpoint,
-    init_state,
-    make_train_step,
-    open_inputs,
-    read_metrics,
-    read_optimizer_state,
-    read_params,
-    steps_in,
-    train,
-)
+from orthojax.train import DivergedError, find_checkpoint, read_metrics, read_optimizer_state, read_params, train
 from orthojax.train.data import spans, steps_per_dispatch
 
 # Probes, validations and checkpoints at odd steps, none of them at the end of a dispatch of 4 but by chance.
@@ -41,7 +31,8 @@ def of(most, **changes):
 
 def everything(workdir):
     """All that a run leaves but its speed."""
-    saved = {step: find_checkpoint(workdir / f"checkpoints/{step}") for step in steps_in(workdir / "checkpoints")}
+    steps = training.steps_in(workdir / "checkpoints")
+    saved = {step: find_checkpoint(workdir / f"checkpoints/{step}") for step in steps}
     arrays = {step: (bits(read_params(folder)), bits(read_optimizer_state(folder))) for step, folder in saved.items()}
     return lines(workdir), arrays
 
@@ -100,7 +91,7 @@ def test_no_bit_depends_on_the_steps_of_a_dispatch(one_by_one, tmp_path, most):
 
 
 def test_they_are_the_steps_of_a_plain_python_loop(one_by_one):
-    state, step = init_state(CONFIG), make_train_step(CONFIG)
+    state, step = training.init_state(CONFIG), training.make_train_step(CONFIG)
     norms = []
     for number in range(13):
         state, metrics = step(state, jnp.asarray(rows(number)))
@@ -133,7 +124,7 @@ def test_nor_if_they_draw_from_a_task(tmp_path):
     found = []
     for most in (1, 4):
         config = of(most, **task)
-        train(config, open_inputs(config, tmp_path), tmp_path / f"{most}")
+        train(config, training.open_inputs(config, tmp_path), tmp_path / f"{most}")
         found.append(everything(tmp_path / f"{most}"))
     assert found[0] == found[1]
 

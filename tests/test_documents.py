@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -407,16 +406,6 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == orthojax.__version__
     released = re.search(r"^## (\S+) \(\d", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)  # the newest with a date
     assert released[1] == orthojax.__version__
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
-def test_configs_build(path):
-    spec = importlib.util.spec_from_file_location("a_config", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert isinstance(module.get_config(), Config)
 
 
 def test_constraints_hold_no_addresses_and_both_stacks():

@@ -28,13 +28,6 @@ def test_damaged_json_names_the_file(tmp_path, content):
     assert len(str(raised.value)) < 600
 
 
-def test_json_object_is_written_and_read(tmp_path):
-    path = tmp_path / "report.json"
-    files.write_text(path, '{"a": [1, 2.5, "\u00e9"]}')
-    assert files.read_json(path, "report") == {"a": [1, 2.5, "\u00e9"]}
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("address", ["gs://bucket/x", "s3://bucket", "hf://datasets/x", "file:///x", "memory://x"])
 def test_addresses_are_no_paths(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)

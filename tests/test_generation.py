@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_oracle import stacked_params
+from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 from orthojax import Interventions
 from orthojax.config import Config, DataConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
-from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, init_cache, llama2
 from orthojax.model.generation import generate, sampling_logits, stream, stream_loss_nats
 
@@ -124,33 +124,13 @@ def test_text_that_outgrows_longrope_is_read_again(prompt):
         np.testing.assert_array_equal(both[0], generate(loaded, TOKENS[:1, :5], 6)[0])
 
 
-def test_a_cache_refuses_interventions_by_position():
+def test_interventions_are_those_of_the_uncached_model():
     config = ModelConfig(**SMALL)
     params, cache = stacked_params(config), init_cache(config, 2, T)
     given = Interventions(head_scale=jnp.arange(8.0).reshape(2, 4), mlp_scale=jnp.array([0.5, 2.0]))
     expected = uncached(config, params, TOKENS, given)
     logits, _ = cached(config, params, TOKENS, cache, given)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    apply = partial(jax.eval_shape, Transformer(config).apply)
-    with pytest.raises(ValueError, match="first_mlp_scale with a cache"):
-        apply({"params": params}, TOKENS, cache=cache, interventions=Interventions(first_mlp_scale=jnp.ones(2)))
-
-
-def test_a_cache_that_does_not_fit_is_refused():
-    config = ModelConfig(**SMALL)
-    params = stacked_params(config)
-    for cache, message in (
-        (init_cache(config, 2, T - 1), "cache of 10"),
-        (init_cache(config, 1, T), r"keys \(2, 1, 11, 4, 4\)"),
-    ):
-        with pytest.raises(UserError, match=message):
-            jax.eval_shape(Transformer(config).apply, {"params": params}, TOKENS, cache=cache)
-    cache = init_cache(config, 2, T)
-    _, cache = Transformer(config).apply({"params": params}, TOKENS[:, :8], cache=cache)
-    with pytest.raises(UserError, match="cache of 11"):
-        Transformer(config).apply({"params": params}, TOKENS[:, :4], cache=cache)
-    with pytest.raises(UserError, match="max_length=16"):
-        init_cache(config, 1, 17)
 
 
 # What is written.
@@ -168,9 +148,6 @@ def test_prompts_of_different_lengths_are_continued_as_alone(options):
         # A row's draws depend on its place in the batch.
         alone = generate(model, np.broadcast_to(prompt, (b + 1, len(prompt))), 4, **options)[b]
         np.testing.assert_array_equal(together[b], alone)
-    for wrong in ([[1], [2, 10**6]], [TOKENS[:2, :3], TOKENS[:1, :5]]):
-        with pytest.raises(UserError, match=r"token|shapes"):
-            generate(model, wrong, 2)
 
 
 def test_greedy_tokens_have_the_largest_logits():
@@ -226,31 +203,33 @@ def test_a_seed_gives_its_tokens_in_any_batch():
     assert (first != second).any()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ([1, 11], {}, "no token 11"),
-        ([0.5], {}, "float64"),
-        ([1], {"temperature": -1.0}, "temperature=-1.0"),
-        ([1], {"top_p": 1.1}, "top_p=1.1"),
-        ([1], {"steps": 0}, "steps=0"),
-        ([1], {"steps": 17}, "the model has 16"),
-        ([1], {"seed": -1}, "seed=-1"),
-        ([1], {"window": 0}, "window=0"),
-        ([1], {"sinks": 2}, "sinks=2"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(prompt, options, message):
-    with pytest.raises(UserError, match=message):
-        stream(loaded(ModelConfig(**SMALL)), prompt, **{"steps": 4} | options)
+PLAIN, RELAXED = ModelConfig(**SMALL), ModelConfig(**SMALL, relaxed_causal_tokens=4)
 
 
-def test_relaxed_models_need_prompts_of_their_first_tokens():
-    model = loaded(ModelConfig(**SMALL, relaxed_causal_tokens=4))
-    with pytest.raises(UserError, match="at least 4 tokens"):
-        stream(model, [1, 2, 3], 2)
-    with pytest.raises(UserError, match="token by token"):
-        stream_loss_nats(model, TOKENS)
+def with_cache(_, rows, length, tokens=TOKENS, **options):
+    """Reads tokens, if need be after eight others, with a cache of these rows and this length."""
+    model, params, cache = Transformer(PLAIN), stacked_params(PLAIN), init_cache(PLAIN, rows, length)
+    if tokens is not TOKENS:
+        cache = model.apply({"params": params}, TOKENS[:, :8], cache=cache)[1]
+    model.apply({"params": params}, tokens, cache=cache, **options)
+
+
+@refused(
+    (with_cache, [(2, T - 1, "cache of 10"), (1, T, "keys (2, 1, 11, 4, 4)"), (2, T, TOKENS[:, :4], "cache of 11"),
+                  (1, 17, "max_length=16")]),
+    (lambda _: with_cache(_, 2, T, interventions=Interventions(first_mlp_scale=jnp.ones(2))),
+     "first_mlp_scale with a cache", ValueError),
+    (lambda _, prompt, options: stream(loaded(PLAIN), prompt, **{"steps": 4} | options), [
+        ([1, 11], {}, "no token 11"), ([0.5], {}, "float64"), ([1], {"temperature": -1.0}, "temperature=-1.0"),
+        ([1], {"top_p": 1.1}, "top_p=1.1"), ([1], {"steps": 0}, "steps=0"), ([1], {"steps": 17}, "the model has 16"),
+        ([1], {"seed": -1}, "seed=-1"), ([1], {"window": 0}, "window=0"), ([1], {"sinks": 2}, "sinks=2")]),
+    (lambda _, prompts: generate(loaded(PLAIN), prompts, 2), [
+        ([[1], [2, 10**6]], "no token 1000000"), ([TOKENS[:2, :3], TOKENS[:1, :5]], "shapes")]),
+    (lambda _: stream(loaded(RELAXED), [1, 2, 3], 2), "at least 4 tokens"),
+    (lambda _: stream_loss_nats(loaded(RELAXED), TOKENS), "token by token"),
+)  # fmt: skip
+def test_refused(call, arguments, words, error, tmp_path):
+    assert_refused(call, tmp_path, arguments, words, error)
 
 
 # A rolling window.

@@ -1,8 +1,6 @@
 """The bases themselves, in numbers: a checkpoint holds moments in them, so they must never change."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import zlib
 
@@ -10,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_runs import python
+from test_orthogonal import reference_hash
 
 from orthojax.optim import RotatedAxes, Rotation, rotate
 
@@ -117,15 +117,8 @@ def test_a_haar_basis_is_this(x64):
 
 def defined_signs(name, layer, n, seed):
     """In Python integers: top bits of a hash of key and counter; the key is the CRC-32 of name, group, n and slices."""
-
-    def mix(x):
-        x = (x ^ (x >> 16)) * 0x21F0AAAD % 2**32
-        x = (x ^ (x >> 15)) * 0x735A2D97 % 2**32
-        return x ^ (x >> 15)
-
-    outer = mix(seed ^ zlib.crc32(f"{name}:0:{n}:1".encode()))
-    bits = [mix((mix(layer * n + i ^ outer) + mix(outer ^ 0x9E3779B9)) % 2**32) for i in range(n)]
-    return tuple(1 - 2 * (x >> 31) for x in bits)
+    key = seed ^ zlib.crc32(f"{name}:0:{n}:1".encode())
+    return tuple(1 - 2 * (reference_hash(key, layer * n + i) >> 31) for i in range(n))
 
 
 def test_they_are_built_from_the_definition():
@@ -154,8 +147,5 @@ def test_neither_hash_seed_nor_settings_of_the_generator_change_them():
         import test_golden_rotation as golden
         assert {seed: golden.rotated(seed) for seed in golden.GOLDEN} == golden.GOLDEN
     """
-    environment = {**os.environ, "PYTHONHASHSEED": "4321", "JAX_PLATFORMS": "cpu"}
-    here = os.path.dirname(__file__)
-    command = [sys.executable, "-c", textwrap.dedent(code), here]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = python("-c", textwrap.dedent(code), os.path.dirname(__file__), PYTHONHASHSEED="4321")
     assert done.returncode == 0, done.stderr

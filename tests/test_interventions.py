@@ -10,18 +10,9 @@ import pytest
 from model_oracle import numpy_forward, random_params, stacked_params
 from thinned import quick_and_slow
 
-from orthojax import Interventions, analysis
+from orthojax import Interventions, LoadedModel, analysis
 from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
-from orthojax.model import (
-    LoadedModel,
-    Transformer,
-    attention_pattern,
-    bigram_backcopy,
-    gpt2,
-    llama2,
-    parameter_shapes,
-    stack_layers,
-)
+from orthojax.model import Transformer, attention_pattern, bigram_backcopy, gpt2, llama2, parameter_shapes, stack_layers
 
 L, B, T, N, D = 2, 2, 6, 4, 8
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": D, "num_layers": L, "num_heads": N, "d_mlp": 12}

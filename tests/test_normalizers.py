@@ -9,17 +9,9 @@ import pytest
 from attention_oracle import NORMALIZERS, weights
 from jax.test_util import check_grads
 
-from orthojax import ops
 from orthojax.config.model import NormalizerName
 from orthojax.ops import normalizers
-from orthojax.ops.normalizers import (
-    apply_normalizer,
-    softmax,
-    softmax1,
-    softmax_n,
-    softmax_with_sink,
-    softpick,
-)
+from orthojax.ops.normalizers import apply_normalizer, softmax, softmax1, softmax_n, softmax_with_sink, softpick
 
 SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
@@ -222,20 +214,3 @@ def test_several_axes_are_one_long_axis(name):
     )
     expected = oracle(name, x.ravel()).reshape(x.shape)
     np.testing.assert_allclose(ALL[name](jnp.asarray(x), None), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "sink", [jnp.zeros(2, complex), np.zeros(2, int), np.zeros(2, bool)], ids=lambda x: str(x.dtype)
-)
-def test_sinks_that_are_no_floats_are_refused(sink):
-    with pytest.raises(ValueError, match="floating dtype"):
-        ops.dot_product_attention(*jnp.ones((3, 1, 4, 2, 8)), normalizer=sink)
-
-
-def test_misspelt_options_are_refused_where_they_are_given():
-    with pytest.raises(ValueError, match="'softmx1'"):
-        ops.attention_fn("softmx1")
-    with pytest.raises(ValueError, match="'cuda'"):
-        ops.attention_fn(implementation="cuda")
-    with pytest.raises(ValueError, match="is_causal must be True or False, got 'False'"):
-        ops.dot_product_attention(*jnp.ones((3, 1, 4, 2, 8)), is_causal="False")

@@ -103,9 +103,13 @@ ATTENTION = [
         ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"), ({"value": (2, 7, 4, 8)}, "widths only"),
         ({"bias": np.zeros((2, 4, 5, 7), bool)}, "bool; what hides keys is a mask"),
         ({"scale": np.zeros((3, 1, 1), np.float32)}, "scale"), ({"scale": [0.5]}, "scale"),
+        ({"is_causal": "False"}, "is_causal must be True or False, got 'False'"),
+        *(({"normalizer": np.zeros(4, kind)}, "floating dtype") for kind in (complex, int, bool)),
         *(({"logits_soft_cap": cap}, "logits_soft_cap") for cap in (0.0, np.inf, np.ones(1))),
         *(({"local_window_size": size}, "local_window_size") for size in ("1", (1, 2, 3), 1.5, np.ones(2)))],
      ValueError),
+    (lambda _, option: orthojax.attention_fn(**option), [  # where it is given, before it is called
+        ({"normalizer": "softmx1"}, "'softmx1'"), ({"implementation": "cuda"}, "'cuda'")], ValueError),
     (by_cudnn, [
         ({"normalizer": "relu"}, "'relu'"), ({"normalizer": "softpick"}, "'softpick'"),
         ({"scale": jnp.float32(0.5)}, "scale"), ({"logits_soft_cap": 50.0}, "soft cap"),

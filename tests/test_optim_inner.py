@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from test_orthoadam import distance
 from thinned import quick_and_slow
 
 from orthojax.optim import Rotation, in_rotated_basis, rotate
@@ -58,10 +59,6 @@ def trajectories(inner, rotation, *, reads_loss=False):
         for o in (in_rotated_basis(inner, rotation), inner)
     )
     return start, ours(start, eye), by_hand(theirs(by_hand(start, q), q), q.T), theirs(start, eye)
-
-
-def distance(a, b):
-    return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 ELEMENTWISE = {
@@ -169,14 +166,3 @@ def test_a_line_search_works_around_it():
     for _ in range(4):
         params, state = step(params, state)
     assert bowl(params) < 0.9 * bowl(PARAMS)
-
-
-def test_trees_that_share_no_basis_are_refused():
-    lookahead = in_rotated_basis(optax.lookahead(optax.sgd(0.1), 5, 0.5), OUTPUT)
-    pair = optax.LookaheadParams.init_synced(PARAMS)
-    with pytest.raises(ValueError, match=r"'kernel' of shape \(4, 8\).*fast/kernel"):
-        lookahead.update(PARAMS, lookahead.init(pair), pair)
-    examples = {"kernel": jnp.ones((3, 4, 8))}  # gradients of three examples
-    private = in_rotated_basis(contrib.differentially_private_aggregate(1.0, 1.0, 0), OUTPUT)
-    with pytest.raises(ValueError, match=r"\(4, 8\) against shape \(3, 4, 8\)"):
-        private.update(examples, private.init(examples))

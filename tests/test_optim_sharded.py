@@ -12,19 +12,9 @@ import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from orthojax import optim
 from orthojax.errors import UserError
-from orthojax.optim import (
-    RotatedAxes,
-    Rotation,
-    in_rotated_basis,
-    layout_of,
-    orthoadam,
-    rotate,
-    scale_by_orthoadam,
-    state_shardings,
-    unrotate,
-    zero1,
-)
+from orthojax.optim import Rotation, in_rotated_basis, layout_of, orthoadam, rotate
 
 P = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -87,7 +77,7 @@ def run(optimizer, trees, shardings=None, moments=None, out_shardings=True):
     put = (lambda x: jax.tree.map(jnp.asarray, x)) if shardings is None else (lambda x: jax.device_put(x, shardings))
     params, outs = put(trees[0]), None
     if shardings is not None:
-        state_at = state_shardings(optimizer, params, shardings if moments is None else moments)
+        state_at = optim.state_shardings(optimizer, params, shardings if moments is None else moments)
         outs = (shardings, state_at) if out_shardings else None
     state = jit(optimizer.init, out_shardings=None if shardings is None else state_at)(params)
     traces = []
@@ -213,7 +203,7 @@ def test_zero1_splits_moments_over_data(kind, mesh_kind, x64):
     mesh = make_mesh((4, 2), mesh_kind, NAMES[:2])
     trees, shardings = problem(mesh, arrays)
     want, _, _ = run(orthoadam(1e-2, rotation=Rotation(kind, axes="output")), trees)
-    moments = zero1(Rotation(kind, axes="output"), jax.tree.map(jnp.asarray, trees[0]), shardings)
+    moments = optim.zero1(Rotation(kind, axes="output"), jax.tree.map(jnp.asarray, trees[0]), shardings)
     assert moments == problem(mesh, {path: (shape, spec) for path, (shape, _, spec, _) in arrays.items()})[1]
     optimizer = orthoadam(1e-2, rotation=Rotation(kind, layout=layout_of(moments), axes="output"))
     # By Explicit axes the updates leave as the gradients came; by Auto axes the caller names the place of the sum.
@@ -243,11 +233,11 @@ def test_other_inner_transformations_over_a_mesh(mesh_kind, x64):
 def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     """Covers groups of split axes, and the cases that need a gather: no other axis, or a stacked odd one."""
     arrays = {
-        "group": ((3, 4, 8, 6), P(None, "fsdp", "tensor"), RotatedAxes(((1, 2), 3), stacked=(0,))),
-        "apart": ((4, 6, 8), P("tensor", None, "fsdp"), RotatedAxes(((2, 0),))),
-        "layers": ((8, 8), P("tensor", "fsdp"), RotatedAxes((1,), stacked=(0,))),
-        "gathered": ((2, 4), P("tensor", "fsdp"), RotatedAxes(((0, 1),))),
-        "gathered_odd": ((3, 8), P(None, "fsdp"), RotatedAxes((1,), stacked=(0,))),
+        "group": ((3, 4, 8, 6), P(None, "fsdp", "tensor"), optim.RotatedAxes(((1, 2), 3), stacked=(0,))),
+        "apart": ((4, 6, 8), P("tensor", None, "fsdp"), optim.RotatedAxes(((2, 0),))),
+        "layers": ((8, 8), P("tensor", "fsdp"), optim.RotatedAxes((1,), stacked=(0,))),
+        "gathered": ((2, 4), P("tensor", "fsdp"), optim.RotatedAxes(((0, 1),))),
+        "gathered_odd": ((3, 8), P(None, "fsdp"), optim.RotatedAxes((1,), stacked=(0,))),
     }
     (x,), shardings = problem(make_mesh((1, 4, 2), mesh_kind), arrays, 1)
     placed, rule = jax.device_put(x, shardings), lambda path, leaf: arrays[path][2]
@@ -258,7 +248,7 @@ def test_groups_and_indivisible_axes(mesh_kind, kind, x64):
     got, _ = compiled(placed, state)
     assert jax.tree.map(lambda x: x.sharding, got) == shardings
     assert_close(got, want, 1e-12)
-    assert_close(jit(unrotate(ours).update)(got, state)[0], x, 1e-12)
+    assert_close(jit(optim.unrotate(ours).update)(got, state)[0], x, 1e-12)
     sizes = [size for name, size in collectives(compiled.as_text()) if name == "all-gather"]
     assert sizes == [16, 64, 192]  # of (2, 4) one axis and then the other, all of (3, 8); nothing else
 
@@ -297,7 +287,7 @@ def test_states_of_other_optimizers_have_shardings():
         ),
         (in_rotated_basis(optax.contrib.muon(1e-2), OUTPUT), 1),
     ):
-        found = state_shardings(optimizer, params, shardings)
+        found = optim.state_shardings(optimizer, params, shardings)
         state = jit(optimizer.init, out_shardings=found)(params)
         assert jax.tree.structure(found) == jax.tree.structure(state)
         wide = [x for x in jax.tree.leaves(state) if x.shape == (256, 128)]
@@ -306,27 +296,10 @@ def test_states_of_other_optimizers_have_shardings():
         assert all(x.sharding.is_fully_replicated for x in rest)
 
 
-def test_layouts_that_do_not_fit_are_refused():
-    mesh = make_mesh((2, 4), names=NAMES[:2])
-    shapes = {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
-    at = {"w": NamedSharding(mesh, P("fsdp")), "b": NamedSharding(mesh, P("fsdp"))}
-    layout = rotate(Rotation(layout=layout_of(at), axes="output"))
-    with pytest.raises(ValueError, match="axis='dat'"):
-        zero1(OUTPUT, shapes, at, axis="dat")
-    with pytest.raises(ValueError, match="2 meshes"):
-        state_shardings(
-            orthoadam(0.1, rotation=OUTPUT), shapes, at | {"b": NamedSharding(make_mesh((8,), names=("x",)), P())}
-        )
-    with pytest.raises(ValueError, match=r"w: \(6, 8\)"):
-        jax.eval_shape(layout.update, shapes, layout.init(shapes))
-    with pytest.raises(ValueError, match="w: its sharding"):
-        zero1(OUTPUT, shapes, at | {"w": "data"})
-
-
 def test_each_device_updates_in_a_shard_map():
     """Includes the types of varying arrays: the state is shared, the gradient is each device's own."""
     params = {"layers": {"kernel": jnp.ones((3, 8, 16))}, "embedding": jnp.ones((4, 8))}
-    optimizer = scale_by_orthoadam(rotation=OUTPUT)
+    optimizer = optim.scale_by_orthoadam(rotation=OUTPUT)
     state = optimizer.init(params)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AUTO,))
     rng = np.random.default_rng(0)
@@ -347,13 +320,13 @@ def test_moments_that_a_layout_contradicts_are_refused():
     """`nnx.Optimizer` gives moments the sharding metadata of their parameters."""
     mesh = make_mesh((4, 2), EXPLICIT, NAMES[:2])
     params = {"w": jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", None)))}
-    moments = zero1(OUTPUT, params, jax.tree.map(lambda x: x.sharding, params))
+    moments = optim.zero1(OUTPUT, params, jax.tree.map(lambda x: x.sharding, params))
     optimizer = orthoadam(0.1, rotation=Rotation(axes="output", embeddings="", layout=layout_of(moments)))
     with jax.set_mesh(mesh):
         state = optimizer.init(params)
         like_params = jax.tree.map(lambda x: jax.device_put(x, params["w"].sharding) if x.ndim == 2 else x, state)
         with pytest.raises(UserError, match=r"not sharded by the layout.*\n.*state_shardings"):
             jax.jit(optimizer.update)(params, like_params, params)
-        placed = jax.device_put(like_params, state_shardings(optimizer, params, moments))
+        placed = jax.device_put(like_params, optim.state_shardings(optimizer, params, moments))
         _, state = jax.jit(optimizer.update)(params, placed, params)
     assert state[0].inner.mu["w"].sharding.spec == moments["w"].spec

@@ -6,14 +6,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from thinned import quick_and_slow
 
 from orthojax.optim import RotatedAxes, Rotation, describe, generic_axes, orthoadam
 
@@ -181,19 +179,10 @@ def equinox():
     return Problem(loss, params, expected, kernel_layout="out_in")
 
 
-# haiku: two-level dicts whose keys hold slashes, ("mlp/~/linear_0", "w").
+PROBLEMS = {"plain": plain, "linen": linen, "nnx": nnx_model, "equinox": equinox}
 
 
-def haiku():
-    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 8, 1], activation=jnp.tanh)(x)))
-    expected = {f"mlp/~/linear_{i}/w": "axes (1,): KIND 8" for i in range(2)}
-    return Problem(lambda p: squared_error(model.apply(p, X)), model.init(jax.random.key(0), X), expected)
-
-
-PROBLEMS = {"plain": plain, "linen": linen, "nnx": nnx_model, "equinox": equinox, "haiku": haiku}
-
-
-@pytest.mark.parametrize("name", quick_and_slow(PROBLEMS, ["haiku"]))
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_parameters_are_rotated_and_train(name, kind):
     problem = PROBLEMS[name]()

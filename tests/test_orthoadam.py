@@ -175,18 +175,6 @@ def test_the_schedule_warms_up_and_is_a_cosine():
     decay = 2.0 * (0.25 + 0.75 * (1 + np.cos(np.pi * (np.clip(t, 4, 12) - 4) / 8)) / 2)
     np.testing.assert_allclose([schedule(i) for i in t], np.where(t < 4, t / 2, decay), atol=1e-6)
     assert float(warmup_cosine(2.0, 0, 12)(0)) == 2.0
-    for bad in ((1.0, 5, 4, 0.0), (1.0, 0, 4, 1.5)):
-        with pytest.raises(ValueError, match="allowed"):
-            warmup_cosine(*bad)
-
-
-def test_gradients_of_other_shapes_are_refused():
-    params = {"layers/kernel": jnp.ones((2, 4, 8)), "other": jnp.ones((4, 8))}
-    optimizer = orthoadam(0.1, rotation=OUTPUT)
-    with pytest.raises(ValueError, match=r"layers/kernel.*\(3, 2, 4, 8\)"):
-        optimizer.update(
-            {"layers/kernel": jnp.ones((3, 2, 4, 8)), "other": jnp.ones((4, 1))}, optimizer.init(params), params
-        )
 
 
 @pytest.mark.parametrize("n", [576, 768, 1024, 3072])
@@ -197,14 +185,3 @@ def test_any_length_takes_as_few_temporaries(n):
     step = jax.jit(optimizer.update, donate_argnums=(0, 1))
     memory = step.lower(gradient, state).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2.05 * 4 * 1024 * n  # gradient and update in the other basis
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"b1": 1.0}, {"b2": 1.5}, {"b1": -0.1}, {"b2": float("nan")}, {"eps": -1e-8}, {"eps": float("inf")},
-     {"eps_root": -1.0}, {"nu_dtype": "int8"}, {"mu_dtype": jnp.int32}],
-    ids=str,
-)  # fmt: skip
-def test_hyperparameters_that_mean_nothing_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*allowed"):
-        scale_by_orthoadam(**wrong)

@@ -151,8 +151,3 @@ def test_other_token_ids_are_refused(finished, tmp_path, name):
     other = INPUTS._replace(provenance=INPUTS.provenance | {name: "xyz"})
     with pytest.raises(UserError, match=name):
         train(replace(CONFIG, {"train.init_from": str(finished[0])}), other, tmp_path / "tuned")
-
-
-def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(UserError, match="nowhere"):
-        load_params(tmp_path / "nowhere", MODEL)

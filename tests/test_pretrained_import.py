@@ -14,14 +14,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers as hf
 from model_oracle import stacked_params
 from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 import orthojax
-from orthojax import quant
+from orthojax import pretrained, quant
 from orthojax.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
-from orthojax.data.tokenizers import ByteTokenizer
+from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, bigram_backcopy, gpt2, llama2
 from orthojax.ops import rotary_frequencies
@@ -240,7 +241,6 @@ def read_damaged(folder, damage, read=read_folder):
 
 
 SIZES = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 12}
-GPT2_SIZES = {"vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
@@ -251,56 +251,16 @@ COMMON = {
     "output_attentions": False, "pruned_heads": {}, "quantization_config": None, "return_dict": True,
     "temperature": 1.0, "tie_encoder_decoder": False, "torchscript": False, "use_bfloat16": False, "use_cache": True,
 }  # fmt: skip
-PUBLISHED = {
-    "gpt2": ("gpt2", GPT2_SIZES | {"n_ctx": 16, "output_past": True, "n_special": 0, "_num_labels": 1,
-                                   "predict_special_tokens": True, "attn_pdrop": 0.1}, None),
-    "Llama 3.2": ("llama", {"attention_bias": False, "mlp_bias": False, "head_dim": 4, "pretraining_tp": 1,
-                            "rope_parameters": LLAMA3, "layer_types": FULL, "unsloth_fixed": True}, None),
-    "Llama with fields of Qwen": ("llama", {"use_sliding_window": False, "max_window_layers": 2,
-                                            "sliding_window": None}, None),
-    "Mistral 0.1": ("mistral", {"sliding_window": 4096}, 4096),
-    "Mistral 0.2": ("mistral", {"sliding_window": None, "layer_types": FULL}, None),
-    "Mistral, layers named": ("mistral", {"sliding_window": 7, "layer_types": SLIDING}, 7),
-    "Qwen 2.5": ("qwen2", {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1,
-                           "use_mrope": False}, None),
-    "Qwen 3": ("qwen3", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2,
-                         "head_dim": 8}, None),
-    "Qwen 2, windows from a layer on": ("qwen2", {"use_sliding_window": True, "sliding_window": 5,
-                                                  "max_window_layers": 1}, (None, 5)),
-    "Qwen 3, layers named": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2,
-                                       "layer_types": [*SLIDING[:1], *FULL[:1]]}, (5, None)),
-    "Gemma 2": ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid", "hidden_act":
-                           "gelu_pytorch_tanh"}, (4096, None)),
-    "Gemma 3": ("gemma3_text", {"sliding_window_pattern": 2, "rope_local_base_freq": 10000, "rope_scaling": None,
-                                "rope_theta": 1000000, "use_bidirectional_attention": False,
-                                "sliding_window": 512}, (512, None)),
-    "gpt-oss": ("gpt_oss", {"initial_context_length": 4096, "router_aux_loss_coef": 0.9,
-                            "experts_per_token": 4, "num_experts_per_tok": 4,
-                            "attention_bias": True, "swiglu_limit": 7.0}, (128, None)),
-    "Phi-3 mini": ("phi3", {"original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047,
-                            "auto_map": {}, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, 2047),
-    "Phi-4 mini": ("phi3", {
-        "original_max_position_embeddings": 4096, "max_position_embeddings": 131072, "sliding_window": 262144,
-        "partial_rotary_factor": 0.75, "head_dim": 8, "full_attn_mod": 1, "interpolate_factor": 1,
-        "lm_head_bias": False, "mlp_bias": False, "attention_bias": False,
-        "rope_scaling": {"type": "longrope", "long_factor": [1, 2.0, 3], "short_factor": [1.0] * 3}}, 262144),
-    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "layer_types": FULL,
-                            "max_window_layers": 28, "rope_scaling": None, "sliding_window": None,
-                            "use_sliding_window": False}, None),
-    "Qwen 3 MoE": ("qwen3_moe", {"decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [],
-                                 "norm_topk_prob": True, "num_experts": 128, "router_aux_loss_coef": 0.001,
-                                 "sliding_window": None, "use_sliding_window": False}, None),
-    "Qwen 2, windows by default": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
-    "GPT-NeoX-20B": ("gpt_neox", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0,
-                                  "rotary_pct": 0.5}, None),
-}  # fmt: skip
+# Fields of config.json that published models have, and the attention window that they mean.
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_understood(name):
-    model_type, fields, window = PUBLISHED[name]
-    given = COMMON | ({} if model_type == "gpt2" else SIZES) | fields
-    assert read_config(FAMILIES[model_type], given).attention_window == window
+    fields, window = dict(PUBLISHED[name]["config"]), PUBLISHED[name]["window"]
+    family = FAMILIES[fields.pop("model_type")]
+    given = COMMON | (SIZES if name != "gpt2" else {}) | fields
+    assert read_config(family, given).attention_window == (tuple(window) if isinstance(window, list) else window)
 
 
 WINDOWS = [
@@ -556,3 +516,60 @@ def test_the_export_of_the_guide(tmp_path, monkeypatch):
     assert names["model_type"] == "llama"
     given = json.loads((tmp_path / "exported/config.json").read_text())
     assert given["bos_token_id"] is given["eos_token_id"] is None
+
+
+# The BOS and end tokens that the files of a published model declare.
+
+
+def word_level(*special):
+    """Makes a tokenizer of a few words and these special tokens, whose ids come first."""
+    backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
+    backend.add_special_tokens(list(special))
+    whole = json.loads(backend.to_str())
+    whole["model"]["vocab"] |= {word: i for i, word in enumerate(special)}
+    whole["added_tokens"] = [of | {"id": i} for i, of in enumerate(whole["added_tokens"])]
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize(
+    ("files", "bos_id", "ends"),
+    [
+        ({}, 0, {1}),
+        ({"tokenizer_config.json": {"bos_token": "</s>", "eos_token": {"content": "<|eot_id|>"}}}, 1, {1, 2}),
+        ({"config.json": {"bos_token_id": 2, "eos_token_id": 2}}, 2, {1, 2}),
+        ({"generation_config.json": {"eos_token_id": [1, 2]}, "tokenizer_config.json": {"bos_token": None}}, 0, {1, 2}),
+        ({"config.json": {"bos_token_id": 99, "eos_token_id": None}}, 0, {1}),
+    ],
+)
+def test_bos_and_ends_are_those_a_model_declares(tmp_path, files, bos_id, ends):
+    tokenizer = from_json(word_level("<s>", "</s>", "<|eot_id|>"), "mine", "here")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = pretrained.with_declared_tokens(tokenizer, tmp_path)
+    assert (found.bos_id, found.ends, found.eos_id) == (bos_id, ends, 1)
+    assert found.sha256 == tokenizer.sha256
+
+
+LLAMA_TOKENS = {"tokenizer_class": "LlamaTokenizer"}
+TEMPLATE = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "begins"),
+    [
+        ({}, False),
+        ({"tokenizer_config.json": {"add_bos_token": True}}, True),
+        ({"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": TEMPLATE}}, False),
+        ({"tokenizer.json": {"post_processor": TEMPLATE}}, True),
+        ({"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [BYTES, TEMPLATE]}}}, True),
+        ({"tokenizer.json": {"post_processor": BYTES}, "tokenizer_config.json": LLAMA_TOKENS}, False),
+        ({"tokenizer.json": {"post_processor": {"single": [5]}}}, False),
+        ({"tokenizer.json": {"post_processor": TEMPLATE | {"single": TEMPLATE["single"][1:]}}}, False),
+        ({"tokenizer.model": {}, "tokenizer_config.json": LLAMA_TOKENS}, True),
+    ],
+)
+def test_texts_begin_with_bos_as_a_model_declares(tmp_path, files, begins):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert pretrained.begins_with_bos(tmp_path) == begins

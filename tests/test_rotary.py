@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orthojax.ops import (
-    dynamic_frequencies,
-    llama3_frequencies,
-    rotary,
-    rotary_frequencies,
-    yarn_frequencies,
-    yarn_mscale,
-)
+from orthojax import ops
 
 
 def plain(width, theta):
@@ -24,7 +17,7 @@ def plain(width, theta):
 def test_dynamic_frequencies_grow_with_the_length():
     with jax.enable_x64(True):
         for length, base in ((1, 100.0), (16, 100.0), (24, 100.0 * 3.0 ** (8 / 6)), (64, 100.0 * 13.0 ** (8 / 6))):
-            np.testing.assert_allclose(dynamic_frequencies(8, 100.0, 4.0, 16, length), plain(8, base), rtol=1e-12)
+            np.testing.assert_allclose(ops.dynamic_frequencies(8, 100.0, 4.0, 16, length), plain(8, base), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +31,7 @@ def test_dynamic_frequencies_grow_with_the_length():
 )
 def test_yarn_lowers_frequencies_of_few_turns(width, theta, factor, length, slow, fast):
     with jax.enable_x64(True):
-        got = np.asarray(yarn_frequencies(width, theta, factor, length, slow, fast))
+        got = np.asarray(ops.yarn_frequencies(width, theta, factor, length, slow, fast))
     frequencies = plain(width, theta)
     turns = length * frequencies / (2 * math.pi)
     # The last pair of at least `fast` turns, the first of at most `slow`, by search instead of by logarithms.
@@ -58,7 +51,7 @@ def test_yarn_lowers_frequencies_of_few_turns(width, theta, factor, length, slow
 def test_yarn_may_leave_its_bounds_between_pairs():
     width, theta, factor, length, slow, fast = 64, 150_000.0, 32.0, 4096, 1.0, 32.0  # gpt-oss
     with jax.enable_x64(True):
-        got = np.asarray(yarn_frequencies(width, theta, factor, length, slow, fast, truncate=False))
+        got = np.asarray(ops.yarn_frequencies(width, theta, factor, length, slow, fast, truncate=False))
     frequencies = plain(width, theta)
     # Pair i makes length theta^(-2i / width) / 2 pi turns, so bounds in turns are bounds in i by interpolation in log.
     turns = np.log(length * frequencies / (2 * math.pi))
@@ -66,13 +59,13 @@ def test_yarn_may_leave_its_bounds_between_pairs():
     share = np.clip((np.arange(width // 2) - first) / (last - first), 0.0, 1.0)
     np.testing.assert_allclose(got, frequencies * (1 - share + share / factor), rtol=1e-12)
     assert abs(first - round(first)) > 0.01
-    assert yarn_mscale(1.0, 0.707) == 1.0  # what is not stretched is not scaled
+    assert ops.yarn_mscale(1.0, 0.707) == 1.0  # what is not stretched is not scaled
 
 
 def test_llama3_keeps_short_wavelengths_and_divides_long_ones():
     factor, length, low, high = 8.0, 64, 1.0, 4.0
     with jax.enable_x64(True):
-        got = np.asarray(llama3_frequencies(rotary_frequencies(16, 100.0), factor, length, low, high))
+        got = np.asarray(ops.llama3_frequencies(ops.rotary_frequencies(16, 100.0), factor, length, low, high))
     expected = []
     for frequency in plain(16, 100.0):
         wavelength = 2 * math.pi / frequency
@@ -97,17 +90,19 @@ def turned(x, positions, frequencies):
 def test_pairs_of_channels_rotate(shape, theta):
     x, positions = np.random.default_rng(0).normal(size=shape), np.array([0, 1, 5, 2, 1000, 7])
     expected = turned(x, positions, plain(shape[-1], theta))
-    np.testing.assert_allclose(rotary(jnp.asarray(x), jnp.asarray(positions), theta), expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(
+        ops.rotary(jnp.asarray(x), jnp.asarray(positions), theta), expected, rtol=1e-10, atol=1e-12
+    )
 
 
 def test_a_scale_multiplies_rotated_channels_only(x64):
     x, frequencies = np.random.default_rng(0).normal(size=(5, 2, 6)), np.array([1.0, 0.1])
-    got = rotary(jnp.asarray(x), jnp.arange(5), frequencies=jnp.asarray(frequencies), scale=2.0)
+    got = ops.rotary(jnp.asarray(x), jnp.arange(5), frequencies=jnp.asarray(frequencies), scale=2.0)
     expected = turned(x, np.arange(5), frequencies) * np.array([2, 2, 2, 2, 1, 1])
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
 def test_half_precision_is_rotated_in_float32():
     x, positions = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 3, 8)), jnp.bfloat16), jnp.arange(1000, 1006)
-    expected = rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(rotary(x, positions), expected)
+    expected = ops.rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(ops.rotary(x, positions), expected)

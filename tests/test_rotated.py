@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import assert_refused, refused
 from tiny_run import drawn_params
 
 from orthojax import quant
-from orthojax.errors import UserError
 from orthojax.model import Transformer, gpt2, llama2
 from orthojax.ops.quantize import Quantized
 
@@ -87,28 +87,6 @@ def test_a_model_with_an_outlier_channel_is_saved(bits):
     assert np.linalg.norm(logits(better.clone(linear=wrap(better.linear)), rotated) - expected) < 0.5 * error
 
 
-REFUSED = {
-    "norm='layernorm'": {"norm": "layernorm"},
-    "block='output_norm'": {"block": "output_norm"},
-    "embedding_projection": {"embedding_projection": True},
-    "fixed_rotation": {"fixed_rotation": True, "scan_layers": False},
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_no_rotation_leaves_alone_is_refused(words):
-    config = dataclasses.replace(LLAMA, **REFUSED[words])
-    with pytest.raises(UserError, match=words):
-        quant.rotate_after_training({}, config)
-
-
-def test_kernels_of_integers_are_refused():
-    stored = quant.integer_params(drawn(LLAMA), quant.INT8_MODERATE)
-    assert isinstance(stored["layers"]["mlp"]["output"]["kernel"], Quantized)
-    with pytest.raises(UserError, match="kernels of integers"):
-        quant.rotate_after_training(stored, LLAMA)
-
-
 # A float prefix: rows after it are those of the whole sequence, and only they are rounded.
 
 CONFIG = llama2("tiny", d_model=16, d_mlp=32, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=32, max_length=16)
@@ -143,7 +121,21 @@ def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
     assert 0 < np.abs(found - exact).mean() < 0.2 * np.abs(together - exact).mean()
 
 
-@pytest.mark.parametrize("prefix", [[], [[1, 2]], [99], [-1], [1.5], [True]])
-def test_what_is_no_prefix_is_refused(prefix):
-    with pytest.raises(UserError, match=r"a prefix of shape|prefix: token ids"):
-        quant.prefix_cache(Transformer(CONFIG), PARAMS, np.array(prefix), 3, 9)
+def rotate_integers(_):
+    stored = quant.integer_params(drawn(LLAMA), quant.INT8_MODERATE)
+    assert isinstance(stored["layers"]["mlp"]["output"]["kernel"], Quantized)
+    quant.rotate_after_training(stored, LLAMA)
+
+
+@refused(
+    (lambda _, changes: quant.rotate_after_training({}, dataclasses.replace(LLAMA, **changes)), [
+        ({"norm": "layernorm"}, "norm='layernorm'"), ({"block": "output_norm"}, "block='output_norm'"),
+        ({"embedding_projection": True}, "embedding_projection"),
+        ({"fixed_rotation": True, "scan_layers": False}, "fixed_rotation")]),
+    (rotate_integers, "kernels of integers"),
+    (lambda _, prefix: quant.prefix_cache(Transformer(CONFIG), PARAMS, np.array(prefix), 3, 9), [
+        *((prefix, "a prefix of shape") for prefix in ([], [[1, 2]])),
+        *((prefix, "prefix: token ids") for prefix in ([99], [-1], [1.5], [True]))]),
+)  # fmt: skip
+def test_refused(call, arguments, words, error, tmp_path):
+    assert_refused(call, tmp_path, arguments, words, error)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,8 @@ import numpy as np
 import pytest
 from absl import flags
 from matplotlib import pyplot as plt
-from small_runs import cpu_environment
+from small_runs import cpu_environment, python
+from test_paper_tables import made_up
 from tiny_run import TINY
 
 from orthojax import quant
@@ -183,10 +183,7 @@ def test_a_measurement_that_was_changed_is_refused(tmp_path):
 
     text, arrays = (tmp_path / f"measured/planted.{kind}" for kind in ("json", "npz"))
     assert of() == of() == {"loss_nats": 0.1}
-    for path, content in {
-        text: text.read_bytes().replace(b"0.1", b"0.2"),
-        arrays: arrays.read_bytes()[:-9],
-    }.items():
+    for path, content in {text: text.read_bytes().replace(b"0.1", b"0.2"), arrays: arrays.read_bytes()[:-9]}.items():
         before = path.read_bytes()
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"planted\.json or its arrays were changed"):
@@ -403,17 +400,8 @@ def test_a_report_without_runs_leaves_their_pictures_out(results, study):
     assert report.verdicts == make_report(results).verdicts
 
 
-def made_up(study, metrics, scale="tiny", seeds=(0,)):
-    """Returns results with the same metrics of every variant and seed, or `metrics(seed)`."""
-    of = metrics if callable(metrics) else lambda seed: metrics
-    rows = [{"variant": name, "seed": seed, "overrides": {}, "metrics": of(seed)}
-            for name in study.runs_at(scale) for seed in seeds]  # fmt: skip
-    raw = {"experiment": study.name, "scale": scale, "provenance": {"seeds": list(seeds)}, "rows": rows}
-    return results_of(study, raw)
-
-
 def test_metric_that_a_seed_lacks_breaks_no_picture(study):
-    def metrics(seed):
+    def metrics(name, seed):
         share = {"sink_rate/step_1": 0.1, "sink_rate/step_2": 0.2}
         return share | {"x": 1.0, "x/step_1": 2.0, "x/step_2": 3.0} | ({"y": 2.0, "x/step_3": 4.0} if seed else {})
 
@@ -424,7 +412,7 @@ def test_metric_that_a_seed_lacks_breaks_no_picture(study):
         ByStep("sink_rate"),
         Points("points", "", "x", "y"),
     ]
-    report = make_report(made_up(dataclasses.replace(study, pictures=pictures), metrics, seeds=SEEDS))
+    report = make_report(made_up(dataclasses.replace(study, pictures=pictures), metrics, scale="tiny", seeds=SEEDS))
     assert [picture.name for picture in report.pictures] == ["x", "x_by_step", "sink_rate_by_step"]
     (axes, *_) = report.pictures[1].figure.axes
     (percentages, *_) = report.pictures[2].figure.axes
@@ -454,7 +442,8 @@ def test_names_of_studies_are_unique():
 def test_every_study_has_what_claims_and_tables_name(study):
     assert bool(study.runs) + bool(study.rows) + bool(study.models) >= 1
     for scale in [scale for scale in study.scales if study.runs_at(scale)]:
-        results = made_up(study, dict.fromkeys(("perplexity", *(risk.name for risk in RISKS)), 1.0), scale)
+        ones = dict.fromkeys(("perplexity", *(risk.name for risk in RISKS)), 1.0)
+        results = made_up(study, lambda name, ones=ones: ones, scale)
         for claim in study.claims:
             first = [claim.revised[1]] if claim.revised else []
             for expression in [e for of in (claim, *first) for e in (of.holds, of.given, of.largest) if e is not None]:
@@ -466,8 +455,7 @@ def test_every_study_has_what_claims_and_tables_name(study):
 
 
 def test_studies_are_listed(tmp_path):
-    command = [sys.executable, "-m", "orthojax", "reproduce"]
-    shown = subprocess.run([*command, "--list"], env=cpu_environment(), capture_output=True, text=True, check=True)
+    shown = python("-m", "orthojax", "reproduce", "--list")
     lines = [line for line in shown.stdout.splitlines() if not line.startswith("    published: --scale=")]
     assert len(lines) == len(catalog.ALL)
     assert all(study.title in shown.stdout for study in catalog.ALL)
@@ -541,7 +529,7 @@ def test_the_published_scale_is_the_default_and_another_is_told(monkeypatch, cap
 def test_report_of_another_scale_or_one_seed_names_the_published_ones():
     study = catalog.find("figure41")
     for scale, told, seeds in (("tiny", True, "0,1,2"), ("deep", False, "3,4,5")):
-        report = make_report(made_up(study, {"perplexity": 1.0}, scale))
+        report = make_report(made_up(study, lambda name: {"perplexity": 1.0}, scale))
         plt.close("all")
         assert ("--scale=deep --seeds=3,4,5" in " ".join(report.sentences)) == told
         assert f"One seed is an anecdote: --seeds={seeds} shows the spread." in report.sentences

@@ -16,22 +16,14 @@ from tiny_run import TINY, assert_trees_close, drawn_params, inputs, loaded, row
 
 import orthojax
 from orthojax import analysis
+from orthojax import train as training
 from orthojax.config import replace
 from orthojax.data import BigramBackcopy, default_text
 from orthojax.errors import NonFiniteError, UserError
 from orthojax.model import llama2
 from orthojax.places import locate
 from orthojax.pretrained import write_folder
-from orthojax.train import (
-    Inputs,
-    evaluate,
-    init_state,
-    keep_compiled_programs,
-    learning_rate_schedule,
-    make_train_step,
-    read_metrics,
-    train,
-)  # fmt: skip
+from orthojax.train import Inputs, evaluate, init_state, keep_compiled_programs, read_metrics, train
 from orthojax.train.evaluation import PROBED, make_probe, probe_metrics
 from orthojax.train.metrics import MetricLog
 from orthojax.train.step import StepMetrics
@@ -49,7 +41,7 @@ def norm(tree):
 @functools.cache
 def states():
     """The parameters before the first step and after each."""
-    state, step = init_state(CONFIG), make_train_step(CONFIG)
+    state, step = init_state(CONFIG), training.make_train_step(CONFIG)
     params = [jax.tree.map(np.array, state.params)]
     for i in range(8):
         state, _ = step(state, rows(i))
@@ -69,7 +61,7 @@ def test_a_line_has_norms_and_rate_of_step(run):
     params = states()
     lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "loss_nats" in line]
     assert [line["step"] for line in lines] == [1, 2, 4, 6, 8]
-    schedule = learning_rate_schedule(CONFIG.optim, 8)
+    schedule = training.learning_rate_schedule(CONFIG.optim, 8)
     for line in lines:
         before, after = params[line["step"] - 1], params[line["step"]]
         assert line["param_norm"] == pytest.approx(norm(after), rel=1e-5)

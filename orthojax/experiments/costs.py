@@ -91,7 +91,9 @@ class Stepper:
     def program_bytes(self) -> int | None:
         """Returns the bytes of arguments, results and temporaries of one step, donated buffers counted once."""
         memory = self._program.memory_analysis()
-        sizes = [getattr(memory, f"{of}_size_in_bytes", None) for of in ("argument", "output", "temp", "alias")]
+        sizes: list[Any] = [
+            getattr(memory, f"{of}_size_in_bytes", None) for of in ("argument", "output", "temp", "alias")
+        ]
         return None if None in sizes else int(sum(sizes[:3]) - sizes[3])
 
 

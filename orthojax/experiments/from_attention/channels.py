@@ -60,7 +60,7 @@ def _logs(values: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(values, np.finfo(np.float64).tiny))
 
 
-def correlation(a: ArrayLike, b: ArrayLike, *, of_ranks: bool = False) -> float:
+def correlation(a: ArrayLike | Sequence[float], b: ArrayLike | Sequence[float], *, of_ranks: bool = False) -> float:
     """Returns Pearson's correlation of [D] and [D], or Spearman's (of ranks); nan if all values of one are equal.
 
     >>> round(correlation([1.0, 2.0, 3.0], [5.0, 3.0, 1.0]), 9)

@@ -1,0 +1,153 @@
+"""Examples, notebooks and benchmarks run as they stand, each in a process of its own, and print what they should."""
+
+import json
+import re
+import runpy
+
+import pytest
+from small_runs import ROOT, python
+
+slow = pytest.mark.slow
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(path, *arguments, **options):
+    done = python(ROOT / path, *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_short_enough_to_be_copied(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+
+
+@slow
+@pytest.mark.parametrize("name", ["orthoadam", "adamw"])
+@pytest.mark.parametrize("library", ["nnx", "equinox"])
+def test_training(library, name):
+    printed = re.fullmatch(r"(\w+): ([\d.]+) -> ([\d.]+) nats per byte\n", run(f"examples/{library}_training.py", name))
+    assert printed
+    assert printed[1] == name
+    first, last = float(printed[2]), float(printed[3])
+    assert first > 4.5  # about ln 128 = 4.85, before anything is learned
+    assert last < 3.0
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_attention_in_ten_lines(library, capsys):
+    path = ROOT / "examples" / f"{library}_attention.py"
+    assert sum(map(bool, path.read_text(encoding="utf-8").splitlines()[1:])) <= 10
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out == "(2, 16, 64)\n"
+
+
+def test_every_example_is_tested():
+    tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
+    assert {path.name for path in EXAMPLES} == tested
+
+
+# Notebooks, from their first cell to their last: they print the kind of thing that they hold as outputs.
+
+NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+LARGEST_BYTES = 100_000
+
+
+def cells(name, kind):
+    return [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == kind]
+
+
+def printed(name):
+    """Returns what its cells printed when it was saved."""
+    outputs = [output for cell in cells(name, "code") for output in cell["outputs"]]
+    return "".join("".join(output["text"]) for output in outputs if output.get("name") == "stdout")
+
+
+def shape_of(text):
+    """Removes the numbers, which depend on the machine and the Python that is read."""
+    return [" ".join(re.sub(r"[-\d.,e+\[\]]+", " ", line).split()) for line in text.splitlines()]
+
+
+def run_cells(name, tmp_path, **replaced):
+    code = "\n".join("".join(cell["source"]) for cell in cells(name, "code"))
+    for word, value in replaced.items():
+        code, found = re.subn(rf"^{word} = .*$", f"{word} = {value}", code, flags=re.MULTILINE)
+        assert found == 1
+    done = python("-c", code, cwd=tmp_path, MPLBACKEND="agg")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_saved_outputs_are_whole_without_errors(name):
+    assert len(json.dumps(NOTEBOOKS[name])) < LARGEST_BYTES
+    outputs = [output for cell in cells(name, "code") for output in cell["outputs"]]
+    assert outputs
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert not re.search(r"/(tmp|home|root|work)/", json.dumps(outputs))
+    numbers = [cell["execution_count"] for cell in cells(name, "code")]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+SHORTER = {"STEPS": 150}
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced"),
+    [
+        ("measure_your_model", {}),
+        *(pytest.param(name, SHORTER, marks=slow) for name in ("swap_the_optimizer", "bigram_backcopy")),
+    ],
+)
+def test_notebooks_print_lines_like_the_saved_ones(name, replaced, tmp_path):
+    assert shape_of(run_cells(name, tmp_path, **replaced)) == shape_of(printed(name))
+
+
+@slow
+@pytest.mark.pretrained
+def test_the_real_model_prints_the_saved_lines(tmp_path):
+    assert run_cells("real_model", tmp_path).splitlines()[1:] == printed("real_model").splitlines()[1:]
+
+
+# Benchmarks, with tiny shapes.
+
+TINY = ("--tiny", "--repeats=2")
+COMPARED = {
+    "attention": {"softmax", "softmax1", "learned sink", "softmax of jax.nn"},
+    "optimizer": {"optax.adamw", "orthoadam, hadamard", "orthoadam, haar", "optax.contrib.muon"},
+    "training": {"vanilla", "cured", "plain flax + optax"},
+    "loop": {"one step per dispatch", "several steps per dispatch", "plain flax + optax"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("attention", marks=slow), "optimizer"])
+def test_benchmark_prints_a_table_of_ratios(name):
+    shown = run(f"benchmarks/{name}.py", *TINY).splitlines()
+    heading, rule, *rows = [line.strip("| ").split(" | ") for line in shown[3:-1]]
+    assert set(rule) == {"---"}
+    assert {row[heading.index(name)] for row in rows} == COMPARED[name]
+    assert all(float(row[heading.index("ratio")]) > 0 for row in rows)
+
+
+@slow
+def test_variants_of_the_step_are_timed_and_lowered():
+    environment, *rows = map(json.loads, run("benchmarks/gpu_step.py", *TINY).splitlines())
+    assert environment["environment"]["versions"]["jax"]
+    variants = {row["variant"]: row for row in rows if "variant" in row}
+    assert len(variants) == 4
+    assert all(row["ratio"] > 0 and row["temp_bytes"] > 0 for row in variants.values())
+    assert [row["attention"] for row in rows if "attention" in row] == ["softmax", "softmax1"]
+    rows = [json.loads(line) for line in run("benchmarks/gpu_step.py", *TINY, "--lower").splitlines()]
+    assert len({row["variant"] for row in rows}) == len(rows) >= len(variants)
+    # Forward and backward, in each of the two layers; some versions of JAX write the body of an unrolled scan once.
+    assert {row["attention_kernels"] for row in rows} <= {2, 4}
+
+
+@slow
+def test_launcher_prints_json_of_every_benchmark():
+    results = [json.loads(line) for line in run("launch/benchmark.py", *TINY, "--json").splitlines()]
+    assert len(results) == len(COMPARED)
+    for result, names in zip(results, COMPARED.values(), strict=True):
+        assert names <= {value for row in result["rows"] for value in row.values()}
+        assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in result["rows"])
+        assert result["versions"]["jax"]
