@@ -6,6 +6,7 @@ output channels, which is d_model, T positions. Metrics of weights are float64 o
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
