@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from orthojax.ops import softmax1 as softmax1
     from orthojax.optim import Rotation as Rotation
     from orthojax.optim import in_rotated_basis as in_rotated_basis
+    from orthojax.optim import muon_orthoadam as muon_orthoadam
     from orthojax.optim import orthoadam as orthoadam
     from orthojax.optim import rotate as rotate
     from orthojax.optim import scale_by_orthoadam as scale_by_orthoadam
@@ -39,7 +40,15 @@ _HOME = {
     name: package
     for package, names in {
         "ops": ("softmax1", "attention_fn", "dot_product_attention", "kurtosis"),
-        "optim": ("Rotation", "rotate", "unrotate", "scale_by_orthoadam", "in_rotated_basis", "orthoadam"),
+        "optim": (
+            "Rotation",
+            "rotate",
+            "unrotate",
+            "in_rotated_basis",
+            "muon_orthoadam",
+            "orthoadam",
+            "scale_by_orthoadam",
+        ),
         "config": ("ModelConfig",),
         "model": ("Interventions", "LoadedModel", "Transformer", "gpt2", "llama2"),
         "train": ("load",),

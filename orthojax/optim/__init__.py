@@ -11,6 +11,8 @@ from orthojax.optim.axes import generic_axes as generic_axes
 from orthojax.optim.layout import layout_of as layout_of
 from orthojax.optim.layout import state_shardings as state_shardings
 from orthojax.optim.layout import zero1 as zero1
+from orthojax.optim.muon import muon_orthoadam as muon_orthoadam
+from orthojax.optim.muon import scale_by_muon_orthoadam as scale_by_muon_orthoadam
 from orthojax.optim.orthoadam import orthoadam as orthoadam
 from orthojax.optim.orthoadam import scale_by_orthoadam as scale_by_orthoadam
 from orthojax.optim.orthoadam import warmup_cosine as warmup_cosine

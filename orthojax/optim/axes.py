@@ -331,6 +331,80 @@ def _facing_stream(names: _Names, layout: KernelLayout) -> list[int]:
     return [-2, -1]
 
 
+class Matrix(NamedTuple):
+    """A parameter as a matrix: two groups of axes, each flattened; every slice along the others is one by itself."""
+
+    kind: Literal["matrix", "table", "head"]
+    groups: tuple[tuple[int, ...], tuple[int, ...]] | None  # None if it is not known which
+    unsure: bool = False
+
+
+_HEAD = re.compile(r"(.*_)?(lm_?head|head|logits(_dense)?|unembed(der|ding)?|output_(embedding|layer)|decoder_pred)")
+_CONVOLUTION = re.compile(r".*(conv|patch).*")
+_ATTENTION = re.compile(r".*(attn|attention).*|[qkvo](_proj)?")
+
+
+def matrix_of(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> Matrix | str:
+    """Finds the matrix in a parameter as `judge` finds d_model in it; a reason if it is a vector.
+
+    - A kernel with an axis of d_model: that axis, and the other one beside stacked layers or experts. In attention, the
+      other side has all heads; in a convolution, the window as well.
+    - Another kernel of two axes, or of two beside stacked layers that vectors confirm.
+    - A kernel [d_model, n] of the name of a head, or with the number of rows of the largest table, is the head.
+    """
+    names, ndim = _names(path, shape, rule, shapes), len(shape)
+    if names.why_vector:
+        return names.why_vector
+    if names.is_table:
+        return Matrix("table", (tuple(range(ndim - 1)), (ndim - 1,)))
+    found, _ = judge(path, shape, rule, shapes)
+    is_convolution = any(_CONVOLUTION.fullmatch(name) for name in names[:3])
+    is_attention = any(_ATTENTION.fullmatch(name) for name in names[:3])
+    layers = (rule.stacked or 0) % ndim if _has_layers(path, rule, shapes) else None
+    if isinstance(found, RotatedAxes):
+        faces, stacked = found.of(path, ndim)
+        side = faces[-1]
+        if is_attention:
+            stacked = () if layers is None else (layers,)
+        other = tuple(axis for axis in range(ndim) if axis not in side and (is_convolution or axis not in stacked))
+        if not other:
+            return _BY_SHAPE
+        # [d_model, layers, n] looks like [d_model, heads, head_dim], except where layers are known or unrolled.
+        heads = is_attention and (len(other) == 2 or layers is not None or "kv" in names.name + names.module)
+        is_known = is_convolution or len(other) == 1 or heads
+        groups = ((side, other) if side < other else (other, side)) if is_known else None
+    elif is_convolution:
+        return f"a convolution with {found}"
+    elif not names.is_kernel:
+        groups = None
+    elif ndim == 2 or rule.stacked is not None or any(all(evidence) for evidence in _stacks(path, rule, shapes)):
+        layers = (rule.stacked or 0) % ndim
+        sides = [(axis,) for axis in range(ndim) if ndim == 2 or axis != layers]
+        groups = (sides[0], sides[1]) if len(sides) == 2 else None
+    else:
+        groups = None
+    rows = [max(other) for o, other in shapes.items() if len(other) == 2 and _names(o, other, rule, shapes).is_table]
+    is_wide = bool(rows) and max(shape) == max(rows)
+    is_named = bool(_HEAD.fullmatch(names.module if names.is_kernel else names.name))
+    if ndim == 2 and rule.axes in shape and (is_wide or is_named):
+        return Matrix("head", ((0,), (1,)), not is_wide)
+    return Matrix("matrix", groups, not names.is_kernel and not (is_attention and ndim < 4))
+
+
+def _has_layers(path: str, rule: Rule, shapes: Shapes) -> bool:
+    """Returns whether the first axis, or `rule.stacked`, counts layers: all kernels around, not in attention alone."""
+    if rule.stacked is not None:
+        return True
+    parts, layers = path.split("/"), shapes[path][0]
+    for depth in range(len(parts) - 1, -1, -1):
+        prefix = "".join(f"{part}/" for part in parts[:depth])
+        kernels = {o: of for o, of in shapes.items() if o.startswith(prefix) and _long_axes(of) > 2}
+        outside = [o for o in kernels if not any(_ATTENTION.fullmatch(part) for part in o.lower().split("/"))]
+        if outside and all(of[0] == layers for of in kernels.values()):
+            return layers <= _MAX_LAYERS
+    return False
+
+
 def without_length(length: int) -> str:
     """Returns the reason why a kernel without an axis of that length is left alone."""
     return f"no axis of length {length}"

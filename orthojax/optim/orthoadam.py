@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 
 from orthojax.ops.statistics import real_array
-from orthojax.optim.rotation import DEFAULT_ROTATION, Rotation
+from orthojax.optim.rotation import DEFAULT_ROTATION, Rotation, describable, describe
 from orthojax.optim.transform import in_rotated_basis
 
 
@@ -72,11 +73,7 @@ def scale_by_orthoadam(
       size; gradients on real data are not like this, but an all-ones test gradient under `hadamard` is.
     """
     hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
-    for name, value in hyperparams.items():
-        _require_number(name, value)
-        limit = 1.0 if name in ("b1", "b2") else math.inf
-        if isinstance(value, int | float) and not 0.0 <= value < limit:  # inject_hyperparams passes arrays
-            raise ValueError(f"{name}={value!r}; allowed: 0 <= {name} < {limit:g}")
+    check_hyperparams(hyperparams)
     for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
         is_floating = dtype is None
         with contextlib.suppress(TypeError, ValueError):
@@ -84,7 +81,17 @@ def scale_by_orthoadam(
         if not is_floating:
             raise ValueError(f"{name}={dtype!r}; allowed: None or a floating dtype")
     adam = optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype)
-    return in_rotated_basis(adam if nu_dtype is None else _with_nu_dtype(adam, nu_dtype), rotation)
+    made = in_rotated_basis(adam if nu_dtype is None else _with_nu_dtype(adam, nu_dtype), rotation)
+    return describable(made, lambda params: describe(rotation, params))
+
+
+def check_hyperparams(given: Mapping[str, Any]) -> None:
+    """Refuses what are no numbers, or negative or infinite ones; decays must be below 1."""
+    for name, value in given.items():
+        _require_number(name, value)
+        limit = 1.0 if name in ("b1", "b2", "momentum") else math.inf
+        if isinstance(value, int | float) and not 0.0 <= value < limit:  # inject_hyperparams passes arrays
+            raise ValueError(f"{name}={value!r}; allowed: 0 <= {name} < {limit:g}")
 
 
 def _require_number(name: str, value: Any) -> None:
@@ -166,6 +173,17 @@ def orthoadam(
       2.8
       2.2
     """
+    scaling = scale_by_orthoadam(
+        b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, nu_dtype=nu_dtype, rotation=rotation
+    )
+    made = decayed_and_scaled(scaling, learning_rate, weight_decay, mask)
+    return describable(made, lambda params: describe(rotation, params))
+
+
+def decayed_and_scaled(
+    scaling: optax.GradientTransformation, learning_rate: Any, weight_decay: Any, mask: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Chains a scaling with decoupled weight decay and the learning rate, and refuses what is neither."""
     for name, value in {"learning_rate": learning_rate, "weight_decay": weight_decay}.items():
         if not callable(value):
             _require_number(name, value)
@@ -174,7 +192,7 @@ def orthoadam(
     # Decided by type first: inject_hyperparams passes a tracer, which must not be compared.
     undecayed = isinstance(weight_decay, int | float) and weight_decay == 0.0
     return optax.chain(
-        scale_by_orthoadam(b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, nu_dtype=nu_dtype, rotation=rotation),
+        scaling,
         optax.identity() if undecayed else optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

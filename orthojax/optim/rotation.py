@@ -443,12 +443,13 @@ def basis_constants(rotation: Rotation, plan: Plan, basis: Any, transpose: bool)
 class Description(dict[str, str]):
     """The treatment of every parameter, by path; `str` gives a table with shapes and marks, and a note below it."""
 
-    def __init__(self, rows: list[tuple[str, str, str, str]], note: str = ""):  # (path, shape, what, mark)
-        super().__init__((path, what) for path, _, what, _ in rows)
+    def __init__(self, rows: list[tuple[str, ...]], note: str = "", heading: tuple[str, ...] = ()):
+        super().__init__((path, " ".join(what)) for path, _, *what, _ in rows)  # between shape and mark
         self.rows, self.note = rows, note
+        self.heading = heading or ("parameter", "shape", "rotation", "")
 
     def __str__(self) -> str:
-        table = align([("parameter", "shape", "rotation", ""), *self.rows])
+        table = align([self.heading, *self.rows])
         return "\n".join([*(line.rstrip() for line in table), *([self.note] if self.note else [])])
 
 
@@ -463,8 +464,25 @@ def _outliers_may_return(plan: TreePlan) -> str:
     return f"per-channel norm scale or bias: outliers may return (Table 5 of arXiv 2410.17174): {shown}"
 
 
-def describe(rotation: Rotation, params: Any) -> Description:
+class _Describable(optax.GradientTransformationExtraArgs):
+    """An optax transformation that `describe` understands."""
+
+    describe: Callable[[Any], Description]
+
+
+def describable(
+    made: optax.GradientTransformation, describes: Callable[[Any], Description]
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation of which `describe` says what `describes` returns for some parameters."""
+    made = _Describable(*optax.with_extra_args_support(made))
+    made.describe = describes
+    return made
+
+
+def describe(rotation: Rotation | optax.GradientTransformation, params: Any) -> Description:
     """Describes what is rotated and how, and what is left alone and why, for arrays or jax.ShapeDtypeStruct.
+
+    Instead of a Rotation, a transformation that `muon_orthoadam`, `orthoadam` or their scalings return.
 
     Returns:
       A dict by path, which prints as a table of path, shape, rotated axes and their kind, and a mark. The mark is
@@ -482,6 +500,10 @@ def describe(rotation: Rotation, params: Any) -> Description:
     >>> describe(Rotation(axes="output", kernel_layout="out_in"), {"weight": jnp.zeros((8, 64))})["weight"]
     'axes (0,): hadamard 8'
     """
+    if isinstance(rotation, _Describable):
+        return rotation.describe(params)
+    if isinstance(rotation, optax.GradientTransformation):
+        raise TypeError("allowed: a Rotation, or what orthoadam, muon_orthoadam or their scalings return, unchained")
     require_rotation(rotation)
     rows, tree_plan = [], plan_tree(rotation, params)
     for plan in tree_plan.parameters:

@@ -33,8 +33,8 @@ def initialize(
     """Joins the processes of a run; call it before anything else in JAX.
 
     Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
-    others, and JAX prints its number. When restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX
-    ends this one with exit code 134.
+    others, and JAX prints its number. When restarted, they resume from the last checkpoint. If the others do not
+    connect within five minutes, JAX ends this one with exit code 134.
 
     Raises:
       UserError: If only some of the three are given, they do not fit, or no cluster is found.

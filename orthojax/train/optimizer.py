@@ -10,20 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
+from optax.contrib import MuonDimensionNumbers
 
 from orthojax.config import OptimConfig, RotationConfig
 from orthojax.errors import UserError
-from orthojax.optim import RotatedAxes, Rotation, in_rotated_basis, leaf_path, rotate, scale_by_orthoadam, warmup_cosine
+from orthojax.optim import (
+    RotatedAxes,
+    Rotation,
+    in_rotated_basis,
+    rotate,
+    scale_by_muon_orthoadam,
+    scale_by_orthoadam,
+    warmup_cosine,
+)
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
 _WRITERS = ("attention/output", "mlp/output", "mlp/experts/output", "mlp/shared/output", "embedding_output")
 _OURS = ("kernel", "embedding", "scale", "bias", "sink")  # names of parameters
 _TABLES = ("token_embedding", "position_embedding", "head")
-# Added to a matrix's norm before its singular values are made 1. Clipping may leave much less than optax's 1e-8 beside
-# a huge gradient; this is just above norms whose squares are 0 in float32.
-_MUON_EPS = 1e-15
 
 
 def rotated_axes(rotation: RotationConfig) -> Callable[[str, jax.ShapeDtypeStruct], RotatedAxes | None]:
@@ -94,39 +99,24 @@ def learning_rate_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
     """Makes Muon for kernels, Adam for vectors, and what the config asks for on embeddings and the head.
 
-    All updates have Adam's usual size, 0.2 RMS.
-
     Raises:
       UserError: In `init`, for parameters with names of another model, which would silently get Adam.
     """
+    whole = MuonDimensionNumbers(-2, -1)
 
-    def labels(params: optax.Params) -> optax.Params:
-        def label(path: tuple[Any, ...], leaf: Any) -> str:
-            module, _, name = leaf_path(path).rpartition("/")
-            if leaf.ndim > 1 and name not in _OURS:
-                problem = f"optim.optimizer='muon' does not know the parameter {leaf_path(path)!r} {leaf.shape}"
-                raise UserError(problem, allowed="orthojax's own model, whose kernels it finds by name")
-            if config.muon_embeddings and module in _TABLES:
-                return config.muon_embeddings
-            return "muon" if name == "kernel" else "adam"
+    def group(path: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        module, _, name = path.rpartition("/")
+        if leaf.ndim > 1 and name not in _OURS:
+            problem = f"optim.optimizer='muon' does not know the parameter {path!r} {leaf.shape}"
+            raise UserError(problem, allowed="orthojax's own model, whose kernels it finds by name")
+        if config.muon_embeddings and module in _TABLES:
+            return whole if config.muon_embeddings == "muon" else "embedding"
+        return whole if name == "kernel" else "adam"
 
-        return jax.tree_util.tree_map_with_path(label, params)
-
-    def dimensions(params: optax.Params) -> Any:
-        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
-
-    def to_rms(updates: optax.Updates, _: Any) -> optax.Updates:
-        # All singular values are about 1, so that the RMS is 1 / sqrt(longer side).
-        return jax.tree.map(lambda u: u * (0.2 * max(u.shape[-2:]) ** 0.5), updates)
-
-    beta: Any = config.momentum_or_default
-    muon = optax.contrib.scale_by_muon(beta=beta, eps=_MUON_EPS, weight_dimension_numbers=dimensions)
-    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    parts: dict[Any, optax.GradientTransformation] = {"muon": optax.chain(muon, optax.stateless(to_rms)), "adam": adam}
-    if config.muon_embeddings == "orthoadam":
-        rotation = make_rotation(config.rotation, layout)
-        parts["orthoadam"] = scale_by_orthoadam(config.b1, config.b2, config.eps, rotation=rotation)
-    return optax.partition(parts, labels)
+    momentum: Any = config.momentum_or_default
+    rotation = make_rotation(config.rotation, layout) if config.has_rotation else Rotation("identity")
+    return scale_by_muon_orthoadam(config.b1, config.b2, config.eps, momentum=momentum, groups=group,
+                                   embeddings=config.muon_embeddings, rotation=rotation)  # fmt: skip
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:

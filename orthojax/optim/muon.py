@@ -1,0 +1,359 @@
+"""Muon with OrthoAdam: matrices by Muon, embeddings and the head by OrthoAdam, vectors by Adam.
+
+Muon's update of a matrix is the nearest matrix whose singular values are all about 1, which makes no outlier channels;
+that of an embedding table would make every token's row equally large, so tables have OrthoAdam, or Adam.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, MuonState
+
+from orthojax.errors import UserError
+from orthojax.ops.statistics import wide_dtype
+from orthojax.optim import axes as axes_rule
+from orthojax.optim.layout import known_sharding, place
+from orthojax.optim.orthoadam import check_hyperparams, decayed_and_scaled, scale_by_orthoadam
+from orthojax.optim.rotation import (
+    DEFAULT_ROTATION,
+    Description,
+    Rotation,
+    describable,
+    describe,
+    leaf_paths,
+    require_rotation,
+)
+
+Embeddings = Literal["orthoadam", "adam", "muon"]
+Choice = MuonDimensionNumbers | Literal["embedding", "adam"]
+Groups = Callable[[str, jax.ShapeDtypeStruct], Choice]
+Sides = tuple[tuple[int, ...], tuple[int, ...]]  # the axes of a matrix's rows, and of its columns, 0 and up
+
+_RMS = 0.2  # of an update, as Adam's usually is: Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.2
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Muon's author, Keller Jordan
+_STEPS = 5
+# Added to a matrix's norm before its singular values are made 1. Clipping may leave much less than optax's 1e-8 beside
+# a huge gradient; this is just above norms whose squares are 0 in float32.
+_EPS = 1e-15
+
+
+def scale_by_muon_orthoadam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    momentum: jax.typing.ArrayLike = 0.95,
+    embeddings: Embeddings | None = "orthoadam",
+    rotation: Rotation = DEFAULT_ROTATION,
+    groups: Groups | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales updates by Muon, OrthoAdam and Adam, each where it belongs; see `muon_orthoadam`.
+
+    A matrix G, of shape m x n once its axes are flattened, gets
+
+    .. math::
+      M_t = \mu M_{t-1} + (1 - \mu) G_t, \quad
+      N_t = \mu \frac{M_t}{1 - \mu^{t+1}} + (1 - \mu) \frac{G_t}{1 - \mu^t}, \quad
+      S_t = 0.2 \sqrt{\max(m, n)} \, \mathrm{NS}_5(N_t)
+
+    with :math:`\mu` = `momentum` and five Newton-Schulz steps X <- 3.4445 X - 4.7750 (X X^T) X + 2.0315 (X X^T)^2 X
+    from N / |N|, in at least float32. It is `optax.contrib.scale_by_muon` with `consistent_rms=0.2`, except for `eps`
+    beside |N|, which is 1e-15. Every slice along stacked layers or experts is a matrix of its own.
+
+    The state is that of `optax.partition`: `inner_states["muon"]`, `["adam"]` and, if asked for, `["orthoadam"]`.
+
+    Raises:
+      UserError: In `init`, for parameters that the rule cannot tell, or in doubt of d_model; in the update, inside of
+        `jax.shard_map` for gradients that differ between devices: a shard is no matrix.
+    """
+    check_hyperparams({"b1": b1, "b2": b2, "eps": eps, "momentum": momentum})
+    require_rotation(rotation)
+    if embeddings not in (None, "orthoadam", "adam", "muon"):
+        raise ValueError(f"embeddings={embeddings!r}; allowed: 'orthoadam', 'adam', 'muon' or None")
+
+    def parts(tree: Any) -> optax.GradientTransformationExtraArgs:
+        found = _groups_of(rotation, embeddings, groups, tree)
+        adam = optax.scale_by_adam(b1, b2, eps)
+        # Chained, as in checkpoints of 0.1.
+        muon = optax.chain(_scale_by_muon(momentum, found), optax.identity())
+        made: dict[Any, Any] = {"muon": muon, "adam": adam}
+        if embeddings == "orthoadam":
+            axes = found.d_model if rotation.axes is None else rotation.axes
+            made["orthoadam"] = scale_by_orthoadam(b1, b2, eps, rotation=dataclasses.replace(rotation, axes=axes))
+        return optax.partition(made, lambda tree: _by_path(lambda path, _: found.of[path].label, tree))
+
+    def init_fn(params):
+        if guesses := [
+            path for path, group in _groups_of(rotation, embeddings, groups, params).of.items() if group.unsure
+        ]:
+            shown = ", ".join(guesses[:3]) + (", ..." if len(guesses) > 3 else "")
+            hint = "print(orthojax.optim.describe(transformation, params)) shows what is found"
+            warnings.warn(f"the treatment of {len(guesses)} parameters is a guess ({shown}); {hint}", stacklevel=2)
+        return parts(params).init(params)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        return parts(updates).update(updates, state, params, **extra_args)
+
+    made = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return describable(made, lambda params: _describe(rotation, embeddings, groups, params))
+
+
+def muon_orthoadam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    momentum: jax.typing.ArrayLike = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Any = None,
+    embeddings: Embeddings | None = "orthoadam",
+    rotation: Rotation = DEFAULT_ROTATION,
+    groups: Groups | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes Muon for matrices, OrthoAdam for embedding tables and the head, and Adam for vectors.
+
+    All updates have Adam's usual size, 0.2 RMS, so one learning rate serves all; `scale_by_muon_orthoadam` has the
+    equations. Matrices are found by the rule that finds d_model: [in, out] kernels, stacked [layers, in, out] or
+    [experts, in, out], and flax's attention kernels of three axes. `describe(optimizer, params)` shows what is found.
+
+    Args:
+      learning_rate: A number or a schedule.
+      b1: Decay of the first moment of Adam and OrthoAdam.
+      b2: Decay of their second moment.
+      eps: Added to the root of their second moment.
+      momentum: Muon's, with Nesterov's step.
+      weight_decay: Decoupled, times the learning rate.
+      mask: A tree of bools, or a function of the parameters that returns one: what decays. None for matrices, tables
+        and the head: norm scales, biases and sink logits do not.
+      embeddings: The optimizer of embedding tables and of an untied head; None for Adam on tables and Muon on the head.
+      rotation: That of OrthoAdam, and how matrices and tables are named: its `axes` (d_model), `embeddings`, `stacked`
+        and `kernel_layout`.
+      groups: Replaces the rule: (path, shape and dtype) -> `optax.contrib.MuonDimensionNumbers` for a matrix,
+        "embedding", or "adam".
+
+    Returns:
+      An optax transformation with extra arguments, for `optax.chain`, `inject_hyperparams` (with `static_args` for
+      `mask` and `groups`), `MultiSteps` and so on.
+
+    Raises:
+      ValueError: For hyperparameters that make no sense; others as for `scale_by_muon_orthoadam`.
+
+    Reference:
+      Muon: An optimizer for hidden layers, Keller Jordan, 2024; Muon is Scalable for LLM Training, `arXiv 2502.16982
+      <https://arxiv.org/abs/2502.16982>`_, 2025 (the size of updates); OSP, `arXiv 2506.19697
+      <https://arxiv.org/abs/2506.19697>`_, 2025 (Adam on embeddings); OrthoAdam as in `scale_by_orthoadam`.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"wte": jnp.ones((64, 16)), "mlp": {"kernel": jnp.ones((16, 48)), "bias": jnp.ones(48)}}
+    >>> print(describe(muon_orthoadam(1e-3), params))
+    parameter   shape   group      how
+    mlp/bias    48      adam       1 axis, fewer than 2
+    mlp/kernel  16, 48  muon       16 x 48
+    wte         64, 16  orthoadam  axes (1,): hadamard 16  table
+    """
+    scaling = scale_by_muon_orthoadam(
+        b1, b2, eps, momentum=momentum, embeddings=embeddings, rotation=rotation, groups=groups
+    )
+
+    def decays(params: Any) -> Any:
+        found = _groups_of(rotation, embeddings, groups, params).of
+        return _by_path(lambda path, _: not found[path].is_vector, params)
+
+    made = decayed_and_scaled(scaling, learning_rate, weight_decay, decays if mask is None else mask)
+    return describable(made, lambda params: _describe(rotation, embeddings, groups, params))
+
+
+class Group(NamedTuple):
+    """How a parameter is updated."""
+
+    label: Literal["muon", "orthoadam", "adam"]
+    dimensions: Sides | None = None  # of Muon
+    why: str = ""
+    unsure: bool = False
+    is_vector: bool = False
+
+
+class _Found(NamedTuple):
+    d_model: int | None
+    of: Mapping[str, Group]  # by path
+
+
+def _by_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([function(path, leaf) for path, leaf in zip(leaf_paths(tree), leaves, strict=True)])
+
+
+def _groups_of(rotation: Rotation, embeddings: Embeddings | None, groups: Groups | None, tree: Any) -> _Found:
+    """Finds the group of every parameter, from paths, shapes and dtypes alone, so that init and every update agree."""
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
+    leaves = tuple(zip(leaf_paths(tree), shapes, strict=True))
+    return _groups_of_leaves(rotation, embeddings, groups, leaves, is_part)
+
+
+@functools.lru_cache(maxsize=64)  # outside jit, every update asks
+def _groups_of_leaves(
+    rotation: Rotation,
+    embeddings: Embeddings | None,
+    groups: Groups | None,
+    leaves: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+    is_part: bool,
+) -> _Found:
+    if groups is not None:
+        chosen = {path: groups(path, leaf) for path, leaf in leaves}
+        return _Found(None, {path: _chosen(path, leaf.shape, chosen[path], embeddings) for path, leaf in leaves})
+    shapes = {path: leaf.shape for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    d_model = rotation.axes if isinstance(rotation.axes, int) else None
+    if d_model is None:
+        d_model = axes_rule.find_d_model(shapes, rotation.embeddings, is_part, rotation.stacked)
+    rule = axes_rule.Rule(d_model, rotation.kernel_layout, rotation.embeddings, rotation.stacked)
+    found, unknown = {}, []
+    for path, leaf in leaves:
+        matrix = axes_rule.matrix_of(path, leaf.shape, rule, shapes) if path in shapes else f"dtype {leaf.dtype}"
+        if isinstance(matrix, str):
+            found[path] = Group("adam", None, matrix, is_vector=True)
+        elif matrix.groups is None:
+            unknown.append(f"{path} {leaf.shape}")
+        else:
+            found[path] = _group_of(matrix, embeddings)
+    if unknown:
+        raise UserError(
+            f"Muon does not know which axes are the matrix in {', '.join(unknown[:3])}",
+            allowed="groups=, a function that says it; or Rotation(stacked=AXIS), if that axis counts layers",
+        )
+    return _Found(d_model, found)
+
+
+def _group_of(matrix: axes_rule.Matrix, embeddings: Embeddings | None) -> Group:
+    label: Embeddings = "muon"
+    if matrix.kind != "matrix":
+        label = embeddings or ("adam" if matrix.kind == "table" else "muon")
+    return Group(label, matrix.groups if label == "muon" else None, matrix.kind, matrix.unsure)
+
+
+def _chosen(path: str, shape: tuple[int, ...], choice: Any, embeddings: Embeddings | None) -> Group:
+    """Returns the group that a rule of the user names."""
+    if choice == "adam":
+        return Group("adam", is_vector=True)
+    if choice == "embedding":
+        return Group(embeddings or "adam", ((0,), (1,)) if embeddings == "muon" else None)
+    if isinstance(choice, MuonDimensionNumbers):
+        sides = [(side,) if isinstance(side, int) else tuple(side) for side in choice]
+        axes = [axis % len(shape) for side in sides for axis in side if -len(shape) <= axis < len(shape)]
+        if all(sides) and len(set(axes)) == sum(map(len, sides)):
+            rows, columns = (tuple(axis % len(shape) for axis in side) for side in sides)
+            return Group("muon", (rows, columns))
+    problem = f"groups({path!r}, {shape}) returned {choice!r}"
+    raise UserError(problem, allowed="MuonDimensionNumbers with different axes, 'embedding' or 'adam'")
+
+
+def _describe(rotation: Rotation, embeddings: Embeddings | None, groups: Groups | None, params: Any) -> Description:
+    found = _groups_of(rotation, embeddings, groups, params)
+    axes = found.d_model if rotation.axes is None else rotation.axes
+    rotated = dataclasses.replace(rotation, axes=axes) if embeddings == "orthoadam" else None
+    plans = dict(describe(rotated, params)) if rotated else {}
+    rows = []
+    for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
+        group, how = found.of[path], found.of[path].why
+        if group.dimensions is not None:
+            sides = [[leaf.shape[axis] for axis in side] for side in group.dimensions]
+            how = " x ".join("*".join(map(str, side)) for side in sides)
+            others = math.prod(leaf.shape) // math.prod(map(math.prod, sides))
+            how += f", {others} of them" if others > 1 else ""
+        how = plans[path] if group.label == "orthoadam" else how
+        mark = "unsure" if group.unsure else group.why if group.why in ("table", "head") else ""
+        rows.append((path, ", ".join(map(str, jnp.shape(leaf))), group.label, how, mark))
+    return Description(rows, heading=("parameter", "shape", "group", "how", ""))
+
+
+# Muon itself.
+
+
+def _scale_by_muon(momentum: jax.typing.ArrayLike, found: _Found) -> optax.GradientTransformation:
+    """Makes Muon for the matrices of a tree, with the state of `optax.contrib.scale_by_muon`."""
+
+    def init_fn(params):
+        mu = jax.tree.map(jnp.zeros_like, params)
+        return MuonState(jnp.zeros([], jnp.int32), mu, jnp.array(_COEFFICIENTS))
+
+    def update_fn(updates, state, params=None):
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
+        count = optax.safe_increment(state.count)
+        ahead = jax.tree.map(
+            lambda m, g: momentum * m + (1 - momentum) * g,
+            optax.tree.bias_correction(mu, momentum, optax.safe_increment(count)),
+            optax.tree.bias_correction(updates, momentum, count),
+        )
+
+        def orthogonal(path: str, x: jax.Array) -> jax.Array:
+            dimensions = found.of[path].dimensions
+            assert dimensions is not None
+            return _orthogonalized(path, x, dimensions, state.ns_coeffs)
+
+        mu = optax.tree.cast_like(mu, state.mu)
+        return _by_path(orthogonal, ahead), MuonState(count, mu, state.ns_coeffs)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _orthogonalized(path: str, x: jax.Array, dimensions: Sides, coefficients: jax.Array) -> jax.Array:
+    """Makes the singular values of every matrix about 1, scaled to the RMS of an update."""
+    _require_whole(path, x)
+    rows, columns = dimensions
+    batch = tuple(axis for axis in range(x.ndim) if axis not in (*rows, *columns))
+    order = (*batch, *rows, *columns)
+    m, n = (math.prod(x.shape[axis] for axis in side) for side in (rows, columns))
+    sharding = known_sharding(x)
+    if sharding is not None and isinstance(x, Tracer):  # over Explicit axes: products need whole matrices
+        over = [None if axis in (*rows, *columns) else entry
+                for axis, entry in enumerate((*sharding.spec, *[None] * x.ndim)[: x.ndim])]  # fmt: skip
+        x = place(x, NamedSharding(sharding.mesh, PartitionSpec(*over)))
+    moved = x.transpose(order)
+    flat = moved.reshape(-1, m, n) if x.size else moved.reshape(0, m, n)
+    y = _newton_schulz(flat.astype(wide_dtype(x)), coefficients).reshape(moved.shape).transpose(np.argsort(order))
+    y = (y * (_RMS * max(m, n) ** 0.5)).astype(x.dtype)
+    return y if sharding is None or not isinstance(x, Tracer) else place(y, sharding)
+
+
+def _require_whole(path: str, x: jax.Array) -> None:
+    """Refuses a shard inside of `jax.shard_map`, whose singular values are not those of the matrix."""
+    if not (axes := jax.sharding.get_abstract_mesh().manual_axes):
+        return
+
+    def differs_over(value: Any) -> frozenset[str]:
+        kind: Any = jax.typeof(value)
+        manual = getattr(kind, "manual_axis_type", None)
+        return getattr(kind, "vma", frozenset()) if manual is None else manual.varying | manual.unreduced
+
+    if over := differs_over(x):
+        problem = f"inside of shard_map the gradient of {path} differs over {sorted(over)}: its shard is no matrix"
+        raise UserError(problem, allowed="an update outside of shard_map, or gradients that were summed over that axis")
+    if not differs_over(jax.lax.axis_index(axes[0])):
+        problem = f"inside of shard_map(check_vma=False) nobody knows whether {path} is whole"
+        raise UserError(problem, allowed="shard_map with check_vma=True, or an update outside of it")
+
+
+def _newton_schulz(x: jax.Array, coefficients: jax.Array) -> jax.Array:
+    """Computes five Newton-Schulz steps from x / |x|, of matrices [..., m, n]."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x  # the smaller square
+    x = x / (jnp.linalg.norm(x, "fro", axis=(-2, -1), keepdims=True) + _EPS)
+    c = coefficients.astype(x.dtype)
+    for _ in range(_STEPS):
+        a = x @ x.mT
+        b = c[1] * a + c[2] * a @ a
+        x = c[0] * x + b @ x
+    return x.mT if is_tall else x

@@ -1,0 +1,427 @@
+"""`muon_orthoadam`: its equations in float64 NumPy, optax's own Muon, groups of known trees, wrappers, meshes."""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import adopters
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+from refusals import assert_refused, refused
+
+from orthojax import Rotation, muon_orthoadam, scale_by_orthoadam
+from orthojax.errors import UserError
+from orthojax.optim import describe, layout_of, scale_by_muon_orthoadam, state_shardings
+
+B1, B2, EPS, MU = 0.8, 0.95, 1e-6, 0.9
+D, N, H, V, F, L = 16, 2, 4, 40, 24, 3
+SHAPES = {
+    "embed/embedding": (V, D),
+    "blocks_0/attention/query/kernel": (D, N, H),
+    "blocks_0/attention/out/kernel": (N, H, D),
+    "blocks_0/mlp/Dense_0/kernel": (D, F),
+    "blocks_0/mlp/Dense_0/bias": (F,),
+    "blocks_0/mlp/Dense_1/kernel": (F, D),
+    "blocks_0/norm/scale": (D,),
+    "blocks_0/attention/sink": (N,),
+    "experts/kernel": (L, D, F),
+    "lm_head/kernel": (D, V),
+}
+SIDES = {
+    "blocks_0/attention/query/kernel": (1, D, N * H),
+    "blocks_0/attention/out/kernel": (1, N * H, D),
+    "blocks_0/mlp/Dense_0/kernel": (1, D, F),
+    "blocks_0/mlp/Dense_1/kernel": (1, F, D),
+    "experts/kernel": (L, D, F),
+}
+
+
+def nested(flat):
+    """Returns {"a/b": x} as {"a": {"b": x}}."""
+    tree = {}
+    for path, leaf in flat.items():
+        *parents, name = path.split("/")
+        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = leaf
+    return tree
+
+
+def flat(tree):
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in jax.tree.leaves_with_path(tree)}
+
+
+def drawn(seed, shapes=None, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return nested(
+        {path: jnp.asarray(rng.normal(size=s), dtype) for path, s in (SHAPES if shapes is None else shapes).items()}
+    )
+
+
+def updates_of(optimizer, steps=3, shapes=None, dtype=np.float32):
+    """Returns the last update of some steps."""
+    params = drawn(99, shapes, dtype)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(steps):
+        updates, state = update(drawn(step, shapes, dtype), state, params)
+    return flat(updates)
+
+
+def reference_muon(gradients):
+    """Muon with Nesterov's momentum of matrices [batch, m, n], in float64."""
+    mean = 0.0
+    for t, g in enumerate(gradients, 1):
+        mean = MU * mean + (1 - MU) * g
+        ahead = MU * mean / (1 - MU ** (t + 1)) + (1 - MU) * g / (1 - MU**t)
+    found = []
+    for x in ahead:
+        m, n = x.shape
+        x = x / (np.linalg.norm(x) + 1e-15)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        found.append(0.2 * max(m, n) ** 0.5 * x)
+    return np.stack(found)
+
+
+OPTIONS = {"b1": B1, "b2": B2, "eps": EPS, "momentum": MU}
+
+
+def test_matrices_are_those_of_muon_and_the_rest_is_adam_s(x64):
+    optimizer = scale_by_muon_orthoadam(**OPTIONS)
+    found = updates_of(optimizer, dtype=np.float64)
+    seen = [flat(drawn(step, dtype=np.float64)) for step in range(3)]
+    for path, (batch, m, n) in SIDES.items():
+        wanted = reference_muon([np.asarray(g[path], np.float64).reshape(batch, m, n) for g in seen])
+        np.testing.assert_allclose(found[path], wanted.reshape(SHAPES[path]), rtol=1e-9, atol=1e-12, err_msg=path)
+    adam = updates_of(optax.scale_by_adam(B1, B2, EPS), dtype=np.float64)
+    orthoadam = updates_of(scale_by_orthoadam(B1, B2, EPS, rotation=Rotation(axes=D)), dtype=np.float64)
+    for path in SHAPES.keys() - SIDES.keys():
+        wanted = orthoadam if path in ("embed/embedding", "lm_head/kernel") else adam
+        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-9, atol=1e-12, err_msg=path)
+
+
+@pytest.mark.parametrize("embeddings", ["adam", "muon", None])
+def test_optax_has_the_same_muon(embeddings):
+    shapes = {path: shape for path, shape in SHAPES.items() if len(shape) < 3}
+    by_muon = {"adam": (), "muon": ("embed/embedding", "lm_head/kernel"), None: ("lm_head/kernel",)}[embeddings]
+
+    matrices = (*SIDES, *by_muon)
+    dimensions = nested({path: MuonDimensionNumbers() if path in matrices else None for path in shapes})
+    theirs = optax.contrib.muon(
+        1.0, beta=MU, consistent_rms=0.2, adam_b1=B1, adam_b2=B2, eps=EPS, muon_weight_dimension_numbers=dimensions
+    )
+    ours = muon_orthoadam(1.0, **OPTIONS, embeddings=embeddings, rotation=Rotation(axes=D))
+    found, wanted = updates_of(ours, shapes=shapes), updates_of(theirs, shapes=shapes)
+    for path in shapes.keys() & {*matrices}:  # its Adam takes Nesterov's step as well
+        np.testing.assert_allclose(found[path], wanted[path], rtol=2e-4, atol=2e-6, err_msg=path)
+
+
+def test_layers_stacked_on_any_axis_are_those_by_themselves():
+    one = {path: shape for path, shape in SHAPES.items() if path.startswith("blocks_0")}
+    layers = [drawn(seed, one)["blocks_0"] for seed in range(L)]
+    tree = {f"blocks_{i}": layer for i, layer in enumerate(layers)}
+    optimizer = muon_orthoadam(0.1, **OPTIONS, rotation=Rotation(axes=D))
+    wanted = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g)[0])(tree)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    for axis in (0, 1):
+        at = {path: min(axis, len(shape)) for path, shape in one.items()}
+        by_layer = [flat({"blocks_0": layer}) for layer in layers]
+        stacked = nested({path: np.stack([layer[path] for layer in by_layer], at[path]) for path in one})
+        by_axis = muon_orthoadam(0.1, **OPTIONS, rotation=Rotation(stacked=axis, axes=D))
+        updates = flat(jax.jit(lambda g, o=by_axis: o.update(g, o.init(g), g)[0])(stacked))
+        for path in one:
+            for layer in range(L):
+                expected = flat(wanted)[path.replace("0", str(layer), 1)]
+                close(np.take(np.asarray(updates[path]), layer, at[path]), expected)
+
+
+def test_decay_leaves_vectors_alone_and_a_mask_decides():
+    params = drawn(0)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for mask, decayed in (
+        (None, {*SIDES, "embed/embedding", "lm_head/kernel"}),
+        (lambda p: jax.tree.map(lambda _: False, p), set()),
+    ):
+        optimizer = muon_orthoadam(0.5, weight_decay=0.1, mask=mask)
+        found = flat(optimizer.update(zero, optimizer.init(params), params)[0])
+        for path, update in found.items():
+            expected = -0.05 * flat(params)[path] if path in decayed else 0.0
+            np.testing.assert_allclose(update, expected, atol=1e-7, err_msg=path)
+
+
+# Which parameter is what.
+
+# Tree -> (matrices, of tables and head, vectors), and how some matrices are flattened; None: refused.
+GROUPS = {
+    "nanodo": (
+        (12, 2, 5),
+        {"blocks_0/CausalAttn_0/query/kernel": "512 x 8*64", "blocks_1/Mlp_0/Dense_0/kernel": "512 x 2048"},
+    ),
+    "flax gemma3 1b": ((12, 1, 13), {"layers/0/attn/kv_einsum/kernel": "2*1*256 x 1152"}),
+    "levanter llama": ((7, 2, 3), {"transformer/layers/stacked/self_attn/q_proj/weight/0": "8*3*64 x 2048, 4 of them"}),
+    "jax-llm-examples gpt_oss": (
+        None,
+        {"layers/0/ffw/we_down": "2880 x 2880, 32 of them", "layers/1/attn/o": "64*64 x 2880"},
+    ),
+    "huggingface FlaxViT": (None, {"embeddings/patch_embeddings/projection/kernel": "16*16*3 x 768"}),
+    "maxtext llama": None,  # layers on axis 1
+    "jax-llm-examples deepseek_r1": None,  # matrices of three axes without d_model
+}
+
+
+def shapes_of(name):
+    return nested({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in adopters.DECIDED[name][1].items()})
+
+
+@pytest.mark.parametrize("name", adopters.DECIDED)
+def test_the_groups_of_known_trees(name):
+    optimizer, tree = muon_orthoadam(1e-3), shapes_of(name)
+    if name in GROUPS and GROUPS[name] is None:
+        with pytest.raises(UserError, match="does not know which axes"):
+            describe(optimizer, tree)
+        return
+    found = describe(optimizer, tree)
+    shapes = adopters.DECIDED[name][1]
+    for path, how in found.items():
+        assert how.split()[0] == "adam" or len(shapes[path]) > 1, path
+        # Whatever has two long axes and is no norm, bias or table is a matrix in these trees.
+        is_long = sum(n > 1 for n in shapes[path]) > 1
+        if how.split()[0] == "adam" and is_long:
+            assert any(word in path for word in ("norm", "ln", "scale", "bias")), f"{path}: {how}"
+    counts, hows = GROUPS.get(name, (None, {}))
+    labels = [how.split()[0] for how in found.values()]
+    assert counts in (None, tuple(labels.count(label) for label in ("muon", "orthoadam", "adam")))
+    assert {path: found[path] for path in hows} == {path: f"muon {how}" for path, how in hows.items()}
+
+
+def test_a_named_axis_of_layers_decides():
+    found = describe(muon_orthoadam(1e-3, rotation=Rotation(stacked=1)), shapes_of("maxtext llama"))
+    assert found["decoder/layers/mlp/wi_0/kernel"] == "muon 2048 x 7168, 16 of them"
+    assert found["decoder/layers/self_attention/query/kernel"] == "muon 2048 x 8*128, 16 of them"
+
+
+def test_what_is_a_guess_is_said():
+    tree = {"wte": jnp.ones((V, D)), "mlp": {"up": jnp.ones((D, F)), "kernel": jnp.ones((F, D))}}
+    with pytest.warns(UserWarning, match=r"1 parameters is a guess \(mlp/up\)"):
+        muon_orthoadam(0.1).init(tree)
+    with warnings.catch_warnings(action="error"):
+        muon_orthoadam(0.1).init(drawn(0))
+
+
+def test_a_rule_of_one_s_own_replaces_ours():
+    def groups(path, leaf):
+        return {"wte": "embedding", "b": "adam"}.get(path, MuonDimensionNumbers((0, 1), -1))
+
+    tree = {"wte": jnp.ones((V, D)), "b": jnp.ones((2, 3)), "w": jnp.ones((2, 3, D))}
+    found = describe(scale_by_muon_orthoadam(groups=groups, rotation=Rotation(axes=D)), tree)
+    assert dict(found) == {"wte": "orthoadam axes (1,): hadamard 16", "b": "adam ", "w": "muon 2*3 x 16"}
+
+
+@refused(
+    (lambda _, given: muon_orthoadam(**{"learning_rate": 0.1} | given), [
+        ({"momentum": 1.0}, "momentum=1.0"), ({"embeddings": "sgd"}, "'sgd'"),
+        ({"learning_rate": "x"}, "learning_rate"), ({"mask": 3}, "mask=3")], ValueError),
+    (lambda _, tree, options: muon_orthoadam(0.1, **options).init(tree), [
+        ({"wte": jnp.ones((V, D)), "w": jnp.ones((D, 3, F))}, {}, ("w (16, 3, 24)", "groups=")),
+        ({"wte": jnp.ones((V, D)), "w": jnp.ones((5, 6, 7)), "w_up": jnp.ones((D, F))}, {"rotation": Rotation(axes=D)},
+         ("w (5, 6, 7)", "groups=")),
+        ({"w": jnp.ones((D, F))}, {}, "not certain of d_model"),
+        ({"w": jnp.ones((D, F))}, {"groups": lambda *_: MuonDimensionNumbers(0, 2)}, "MuonDimensionNumbers with"),
+        ({"w": jnp.ones((D, F))}, {"groups": lambda *_: None}, "returned None")]),
+    (lambda _: describe(optax.chain(muon_orthoadam(0.1)), {}), "unchained", TypeError),
+    (lambda _: muon_orthoadam(0.1, rotation="haar"), "rotation='haar'", TypeError),
+)  # fmt: skip
+def test_refused(call, arguments, words, error, tmp_path):
+    assert_refused(call, tmp_path, arguments, words, error)
+
+
+# In the hands of others.
+
+ROTATION = Rotation(axes=D)
+WRAPPED = {
+    "chain": lambda: optax.chain(optax.clip(1e9), muon_orthoadam(0.1, rotation=ROTATION)),
+    "masked": lambda: optax.masked(muon_orthoadam(0.1, rotation=ROTATION), lambda p: jax.tree.map(lambda _: True, p)),
+    "apply_if_finite": lambda: optax.apply_if_finite(muon_orthoadam(0.1, rotation=ROTATION), 3),
+    "MultiSteps": lambda: optax.MultiSteps(muon_orthoadam(0.1, rotation=ROTATION), 2).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(muon_orthoadam)(0.1, rotation=ROTATION),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_it_steps_as_plain(name):
+    params, plain = drawn(9), muon_orthoadam(0.1)
+    wrapped = WRAPPED[name]()
+    states = [optimizer.init(params) for optimizer in (plain, wrapped)]
+    for seed in range(2):
+        wanted, states[0] = jax.jit(plain.update)(drawn(seed), states[0], params)
+        for _ in range(2 if name == "MultiSteps" else 1):
+            found, states[1] = jax.jit(wrapped.update)(drawn(seed), states[1], params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, wanted)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(V, D)(tokens)
+        x += nn.MultiHeadAttention(N)(nn.RMSNorm()(x))
+        x += nn.Dense(D)(nn.gelu(nn.Dense(F)(nn.RMSNorm()(x))))
+        return nn.Dense(V, name="head")(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(N, D, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
+        self.head = nnx.Linear(D, V, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.attention(x)
+        return self.head(x + self.down(nnx.gelu(self.up(x))))
+
+
+class Equinox(eqx.Module):
+    embed: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        a, b, c, d, e = jax.random.split(key, 5)
+        self.embed, self.attention = eqx.nn.Embedding(V, D, key=a), eqx.nn.MultiheadAttention(N, D, key=b)
+        self.up, self.down, self.head = (
+            eqx.nn.Linear(D, F, key=c),
+            eqx.nn.Linear(F, D, key=d),
+            eqx.nn.Linear(D, V, key=e),
+        )
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.embed)(tokens)
+        x = x + self.attention(x, x, x)
+        return jax.vmap(lambda h: self.head(h + self.down(jax.nn.gelu(self.up(h)))))(x)
+
+
+class Stepped(NamedTuple):
+    params: Any
+    opt_state: Any
+
+    def after(self, updates, opt_state):
+        return Stepped(optax.apply_updates(self.params, updates), opt_state)
+
+
+TOKENS = np.random.default_rng(3).integers(0, V, (4, 8))
+
+
+def cross_entropy(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], TOKENS[:, 1:]).mean()
+
+
+def trained(library):
+    """Returns the losses of some steps as anybody would take them, and the described parameters."""
+    optimizer, losses = muon_orthoadam(0.02, weight_decay=0.01), []
+    if library == "nnx":
+        model = Nnx(nnx.Rngs(0))
+        state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, state):
+            loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(TOKENS)))(model)
+            state.update(model, grads)
+            return loss
+
+        losses = [float(step(model, state)) for _ in range(6)]
+        return losses, describe(optimizer, nnx.state(model, nnx.Param))
+    if library == "equinox":
+        params, static = eqx.partition(Equinox(jax.random.key(0)), eqx.is_array)
+        apply = lambda p: jax.vmap(eqx.combine(p, static))(TOKENS)  # noqa: E731
+    else:
+        linen = Linen()
+        params = linen.init(jax.random.key(0), TOKENS)
+        apply = lambda p: linen.apply(p, TOKENS)  # noqa: E731
+    if library == "linen":
+        state = TrainState.create(apply_fn=None, params=params, tx=optimizer)
+        step = jax.jit(lambda s, grads: s.apply_gradients(grads=grads))
+    else:
+        state = Stepped(params, optimizer.init(params))
+        step = jax.jit(lambda s, grads: s.after(*optimizer.update(grads, s.opt_state, s.params)))
+    gradient = jax.jit(jax.value_and_grad(lambda p: cross_entropy(apply(p))))
+    for _ in range(6):
+        loss, grads = gradient(state.params)
+        state, losses = step(state, grads), [*losses, float(loss)]
+    return losses, describe(optimizer, params)
+
+
+@pytest.mark.filterwarnings("ignore:the treatment of")
+@pytest.mark.parametrize("library", ["linen", "nnx", "equinox"])
+def test_it_trains_models_of_each_library(library):
+    losses, found = trained(library)
+    assert losses[-1] < losses[0] - 0.2
+    labels = [how.split()[0] for how in found.values()]
+    assert labels.count("muon") == 6  # query, key, value, out, up, down
+    assert labels.count("orthoadam") == 2
+
+
+# On a mesh.
+
+MESHED = {
+    "wte/embedding": ((V, D), P("fsdp", "tensor")),
+    "layers/mlp/up/kernel": ((4, D, F), P(None, "fsdp", "tensor")),
+    "layers/mlp/down/kernel": ((4, F, D), P("fsdp", "tensor")),
+    "layers/norm/scale": ((4, D), P(None, "tensor")),
+    "head/kernel": ((D, V), P("tensor", "fsdp")),
+}
+
+
+def meshed(kind):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+    return mesh, nested({path: NamedSharding(mesh, spec) for path, (_, spec) in MESHED.items()})
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh_it_is_the_same_and_donated(kind):
+    mesh, shardings = meshed(kind)
+    shapes = {path: shape for path, (shape, _) in MESHED.items()}
+    layout = layout_of(shardings) if kind == AxisType.Auto else None
+    optimizer = muon_orthoadam(0.1, rotation=Rotation(axes=D, layout=layout))
+    params = jax.device_put(drawn(7, shapes), shardings)
+    at = state_shardings(optimizer, params, shardings)
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init, out_shardings=at)(params)
+        step = jax.jit(optimizer.update, out_shardings=(shardings, at), donate_argnums=1)
+        for seed in range(2):
+            updates, new = step(jax.device_put(drawn(seed, shapes), shardings), state, params)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.size)
+            state = new
+    mu = state[0].inner_states["muon"].inner_state[0].mu["layers"]["mlp"]["up"]["kernel"]
+    assert mu.sharding.spec == P(None, "fsdp", "tensor")
+    wanted = updates_of(muon_orthoadam(0.1, rotation=Rotation(axes=D)), 2, shapes)
+    for path, update in flat(updates).items():
+        np.testing.assert_allclose(update, wanted[path], rtol=1e-3, atol=1e-6, err_msg=path)
+
+
+def test_a_shard_is_no_matrix():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    grads, optimizer = drawn(0), muon_orthoadam(0.1, rotation=ROTATION)
+
+    def update(grads):
+        return optimizer.update(grads, optimizer.init(grads), grads)[0]
+
+    wanted = jax.jit(update)(grads)
+    whole = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P()))(grads)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), whole, wanted)
+    specs = jax.tree.map(lambda x: P("fsdp") if x.ndim > 1 and x.shape[0] % 8 == 0 else P(), grads)
+    grads = jax.device_put(grads, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    for options, says in (({}, "its shard is no matrix"), ({"check_vma": False}, "nobody knows whether")):
+        with pytest.raises(UserError, match=says):
+            jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs, **options))(grads)
