@@ -323,10 +323,8 @@ _REMOVED: dict[str, dict[str, Any]] = {
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
     """Builds a config from nested plain values, of this version or an earlier one, down to 0.1.0.
 
-    A missing field has its default. A field that was removed is dropped if it had no effect.
-
-    Raises:
-      UserError: For a missing group, an unknown field, a wrong value, or a removed field that had an effect.
+    A missing field has its default. A field that was removed is dropped if it had no effect. Raises UserError for a
+    missing group, an unknown field, a wrong value, or a removed field that had an effect.
     """
     hints, given = _type_hints(cls), dict(values) if isinstance(values, Mapping) else {}
     for name, idle in _REMOVED.get(cls.__name__, {}).items():

@@ -227,8 +227,7 @@ class MeshConfig:
     def sizes(self, device_count: int) -> tuple[int, int, int]:
         """Returns (data, fsdp, tensor) on this many devices.
 
-        Raises:
-          UserError: If there are too few devices, or the rest does not divide.
+        Raises UserError if there are too few devices, or the rest does not divide.
 
         >>> MeshConfig(data=-1, tensor=2).sizes(8)
         (4, 1, 2)
@@ -399,8 +398,7 @@ class Config:
     def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
         """Returns `MeshConfig.sizes`, after checking that batches divide over them.
 
-        Raises:
-          UserError: If the devices are too few, or a batch does not divide.
+        Raises UserError if the devices are too few, or a batch does not divide.
         """
         data, fsdp, tensor = self.mesh.sizes(device_count)
         for check in self._checks_of_rows(data * fsdp):

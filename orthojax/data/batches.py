@@ -131,10 +131,7 @@ class TokenBatches:
     def spread_rows(self, n: int) -> np.ndarray:
         """Returns rows spread evenly over the whole text, in text order, for evaluation: floor(i * n_rows / n), i < n.
 
-        They are int32 [n, sequence_length + 1].
-
-        Raises:
-          UserError: If there are fewer rows.
+        They are int32 [n, sequence_length + 1]. Raises UserError if there are fewer rows.
         """
         if n > self.n_rows:
             problem = f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, not {n}"

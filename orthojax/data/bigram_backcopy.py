@@ -33,8 +33,7 @@ _ONE = 2**31  # probabilities as integers, compared with 31 random bits
 def default_text() -> str:
     """Returns the language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
 
-    Raises:
-      UserError: If this Python comes without it.
+    Raises UserError if this Python comes without it.
     """
     try:
         import pydoc_data.topics  # type: ignore[import-untyped]

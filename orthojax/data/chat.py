@@ -24,8 +24,7 @@ class ChatTemplate(NamedTuple):
 def chat_template(path: Path) -> ChatTemplate:
     """Returns the chat template that the files of a published model declare, or of several the one named default.
 
-    Raises:
-      UserError: If there is none.
+    Raises UserError if there is none.
     """
     if path.suffix == ".gguf":
         metadata = open_gguf(path).metadata
@@ -54,9 +53,7 @@ def render_chat(template: ChatTemplate, messages: Sequence[Mapping[str, str]], *
     """Renders messages, {"role", "content"}, and the start of the answer, as transformers' `apply_chat_template` does.
 
     `Tokenizer.encode_special` turns the text into ids. The template runs in another process, for at most `seconds`.
-
-    Raises:
-      UserError: If the template refuses the messages, is not a template, or takes too long or too much.
+    Raises UserError if the template refuses the messages, is not a template, or takes too long or too much.
     """
     with needing("a chat template", "reports"):
         import jinja2  # noqa: F401  # which the process imports

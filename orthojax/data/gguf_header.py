@@ -63,8 +63,7 @@ class _Header:
 def check_header(path: Path) -> None:
     """Checks that every string, array and count of the header fits into the file.
 
-    Raises:
-      UserError: If one does not, with its name; for unknown types and arrays of arrays.
+    Raises UserError if one does not, with its name; for unknown types and arrays of arrays.
     """
     with path.open("rb") as file:
         header = _Header(file, path)
@@ -84,8 +83,7 @@ def check_header(path: Path) -> None:
 def check_offsets(path: Path, tensors: Iterable[Any]) -> None:
     """Checks that the tensors of `gguf.GGUFReader` follow each other and end with the file, as llama.cpp writes them.
 
-    Raises:
-      UserError: For one that begins inside of the one before it, or ends beyond the file.
+    Raises UserError for one that begins inside of the one before it, or ends beyond the file.
     """
     end, before = 0, "the header"
     for tensor in tensors:

@@ -17,8 +17,7 @@ SPAN = 3.0  # mean length of T5's spans
 def span_sizes(length: int) -> tuple[int, int, int]:
     """Returns for rows of T = `length`: tokens of text with the begin token, how many are cut out, in how many spans.
 
-    That last number is fixed, as in T5's code, so that rows have no padding. T5 fits the text to the lengths of
-    inputs and targets, this function to their sum.
+    The number of spans is fixed, as in T5's code, so that rows have no padding.
 
     >>> span_sizes(64)
     (57, 9, 3)
@@ -57,8 +56,13 @@ def cut_spans(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, 
     >>> cut_spans(np.arange(10, 15), np.random.default_rng(0), 100, 8).tolist()
     [10, 11, 12, 13, 98, 99, 98, 14, -1, -1, -1, -1, -1, 98, 14, 97]
     """
+
+    def sizes(total: int, parts: int) -> np.ndarray:
+        ends = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
+        return np.diff(np.concatenate([[0], ends, [total]])).astype(int)
+
     n, noise, spans = span_sizes(length)
-    kept, cut = (_parts(random, total, spans) for total in (n - noise, noise))
+    kept, cut = (sizes(total, spans) for total in (n - noise, noise))
     pieces = np.split(np.asarray(tokens, np.int32), np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1])
     sentinels = np.array(vocab_size - 2 - np.arange(spans + 1), np.int32)[:, None]
     text = [ids for i, piece in enumerate(pieces[::2]) for ids in (piece, sentinels[i])]
@@ -67,12 +71,6 @@ def cut_spans(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, 
     inputs, targets = row[:-1], row[1:].copy()
     targets[: n - noise + spans] = -1  # V - 1 is the first to predict
     return np.concatenate([inputs, targets])
-
-
-def _parts(random: np.random.Generator, total: int, parts: int) -> np.ndarray:
-    """Draws positive sizes [parts] of the given total, all equally likely."""
-    ends = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
-    return np.diff(np.concatenate([[0], ends, [total]])).astype(int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +94,8 @@ class Corruption:
 
     def __call__(self, rows: np.ndarray, key: tuple[int, ...], start: int = 0) -> np.ndarray:
         """Corrupts int32 [B, text_length]; row start + i depends on only the key, start + i and its tokens."""
-        done = np.empty((len(rows), 2 * self.length), np.int32)
-        for i, row in enumerate(rows):
-            random = np.random.default_rng((*key, start + i))
-            if self.objective == "masked":
-                done[i] = mask_tokens(row, random, self.vocab_size, self.text_ids)
-            else:
-                done[i] = cut_spans(row, random, self.vocab_size, self.length)
-        return done
+        draws = [np.random.default_rng((*key, start + i)) for i in range(len(rows))]
+        pairs = zip(rows, draws, strict=True)
+        if self.objective == "masked":
+            return np.stack([mask_tokens(row, random, self.vocab_size, self.text_ids) for row, random in pairs])
+        return np.stack([cut_spans(row, random, self.vocab_size, self.length) for row, random in pairs])

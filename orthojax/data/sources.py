@@ -83,10 +83,8 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
     They are all .py files that are valid UTF-8, sorted by path, except `DROPPED_FOLDERS` and folders named config-* at
     any depth, and files whose names start as in `DROPPED_FILES`. The text differs between versions of Python and,
     slightly, between their packagings; the sha256 identifies it. It is code, so losses on it are comparable only with
-    each other. `root` may name another folder.
-
-    Raises:
-      UserError: If there are no sources (some minimal images keep only compiled files).
+    each other. `root` may name another folder. Raises UserError if there are no sources (some minimal images keep only
+    compiled files).
     """
     folder = Path(sysconfig.get_path("stdlib") if root is None else root)
     paths = []

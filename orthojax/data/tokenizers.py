@@ -199,8 +199,7 @@ def tokenizer_identity(spec: str) -> str:
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     """Makes the tokenizer that a config names: `bytes`, `bpe:N` (trained on the texts), or as `load_tokenizer`.
 
-    Raises:
-      UserError: For an unknown name or a bad file, or if the texts are too short for the BPE.
+    Raises UserError for an unknown name or a bad file, or if the texts are too short for the BPE.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -213,10 +212,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains byte-level BPE, split into words as GPT-2 does; any text survives encoding and decoding.
 
     Ids 0 and 1 are <|bos|> and <|eos|>, then come the 256 bytes and the merges: `vocab_size` ids, at least 260. Equal
-    texts give equal ids.
-
-    Raises:
-      UserError: If this text yields fewer or more distinct ids.
+    texts give equal ids. Raises UserError if this text yields fewer or more distinct ids.
     """
     import tokenizers as hf
 
@@ -271,8 +267,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 def from_json(text: str, spec: str, where: str) -> Tokenizer:
     """Makes a tokenizer named `spec` from the text of a tokenizer.json, which came from `where`.
 
-    Raises:
-      UserError: If it is not a tokenizer, or has no end-of-text token under a usual name.
+    Raises UserError if it is not a tokenizer, or has no end-of-text token under a usual name.
     """
     import tokenizers as hf
 

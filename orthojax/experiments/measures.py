@@ -40,8 +40,7 @@ class Measure:
     def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> Metrics:
         """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
 
-        Raises:
-          UserError: If the stored files were changed.
+        Raises UserError if the stored files were changed.
         """
         path = folder / "measured" / f"{self.name}.json"
 
@@ -108,8 +107,7 @@ FOUR_BITS = rounded("four_bits", FOUR_BIT)
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:
     """Refuses to measure a model on rows of another run whose ids mean other text to the model.
 
-    Raises:
-      UserError: If they do, or if either tokenizer is not known.
+    Raises UserError if they do, or if either tokenizer is not known.
     """
     ids = inputs.evaluation[:, 1:].ravel()  # without a begin token, which has no text
     allowed = "two models with the same token ids, each with its tokenizer"

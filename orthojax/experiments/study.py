@@ -136,8 +136,7 @@ class Study:
     def runs_at(self, scale: str) -> Mapping[str, Config]:
         """Returns the runs of one scale; none for a computation.
 
-        Raises:
-          UserError: If the study does not have the scale.
+        Raises UserError if the study does not have the scale.
         """
         if scale not in self.scales:
             allowed, hint = " | ".join(self.scales), nearest(scale, self.scales)
@@ -195,8 +194,7 @@ class StudyResults(Results):
 def read_results(study: Study, folder: Path, *more: Path) -> StudyResults:
     """Reads a folder's results.json, from this study or one that shares variants with it; adds rows of further folders.
 
-    Raises:
-      UserError: If there is none, its shape is wrong, or it has no variant of the study.
+    Raises UserError if there is none, its shape is wrong, or it has no variant of the study.
     """
     parts = [read_results_file(at / "results.json") for at in (folder, *more)]
     for at, part in zip((folder, *more), parts, strict=True):

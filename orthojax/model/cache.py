@@ -76,11 +76,9 @@ def init_cache(
 ) -> KVCache:
     """Makes an empty cache of `size` slots, the most keys that a query sees, for a batch of B rows.
 
-    A `dtype` of None means `config.dtype`; the first `sinks` tokens stay when the cache is full.
-
-    Raises:
-      ValueError: For a model whose tokens see later ones, no slots, sinks that leave no slot for other tokens, or more
-        slots than learned positions.
+    A `dtype` of None means `config.dtype`; the first `sinks` tokens stay when the cache is full. Raises ValueError for
+    a model whose tokens see later ones, no slots, sinks that leave no slot for other tokens, or more slots than learned
+    positions.
     """
     if config.attention_mask != "causal":
         problem = f"a cache for a model with attention_mask={config.attention_mask!r}, whose tokens see later ones"
@@ -105,13 +103,10 @@ def _shapes(config: ModelConfig, batch: int, size: int) -> tuple[tuple[int, ...]
 def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Interventions | None) -> Slots:
     """Assigns slots to (B, T) tokens that follow those of a cache, and computes what they then see.
 
-    Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot
-    sinks + (p - sinks) mod R. Positions count only the tokens that are left. Masks compare positions, so the model's
-    own window also counts tokens of the cache.
-
-    Raises:
-      ValueError: For a cache of another model or batch, more tokens than slots, several tokens if they would overwrite
-        those that they see (outside jit, where the length is known), or interventions by position.
+    Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot sinks + (p - sinks)
+    mod R. Positions count only the tokens that are left. Masks compare positions, so the model's own window also counts
+    tokens of the cache. Raises ValueError for a cache of another model or batch, more tokens than slots, several tokens
+    if they would overwrite those that they see (outside jit, where the length is known), or interventions by position.
     """
     batch, length = shape
     expected = _shapes(config, batch, cache.size)

@@ -106,8 +106,7 @@ _PAIRS = {"forced_weights": "forced_share"} | {
 def attention_pattern(kind: Literal["identity", "first", "previous"], length: int) -> jax.Array:
     """Puts attention weights [T, S] of 1 on one key: each query's own, the first, or the previous (0 for query 0).
 
-    Raises:
-      ValueError: For an unknown kind.
+    Raises ValueError for an unknown kind.
 
     >>> attention_pattern("previous", 3).tolist()
     [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -124,8 +123,7 @@ def split_layers(
 ) -> tuple[Interventions, Interventions]:
     """Checks interventions; splits them into arrays [L, ...] by layer, and those [B or 1, 1, T, S] that layers share.
 
-    Raises:
-      ValueError: For a shape that is not allowed, or only one of two fields that belong together.
+    Raises ValueError for a shape that is not allowed, or only one of two fields that belong together.
     """
     given = Interventions() if interventions is None else interventions
     c, arrays = config, {}

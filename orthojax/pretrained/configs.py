@@ -40,8 +40,7 @@ _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # used in arithm
 def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     """Returns the `ModelConfig` that the content of a foreign config.json describes.
 
-    Raises:
-      UserError: For a field that is missing or unknown, or has an unsupported value.
+    Raises UserError for a field that is missing or unknown, or has an unsupported value.
     """
     fields = dict(family.base)
     for name, row in family.fields.items():

@@ -193,10 +193,8 @@ def read_params(
 ) -> dict[str, Any]:
     """Reads the parameters of a model from foreign tensors: float32 on the first device, one at a time on the host.
 
-    `ignored` has names of tensors that are not parameters; those that begin with a dot are suffixes.
-
-    Raises:
-      UserError: For a tensor that is missing, has the wrong shape, or is explained by no row.
+    `ignored` has names of tensors that are not parameters; those that begin with a dot are suffixes. Raises UserError
+    for a tensor that is missing, has the wrong shape, or is explained by no row.
     """
     shapes = {path: leaf.shape for path, leaf in _flat(parameter_shapes(config)).items()}
     used, found = set(), {}

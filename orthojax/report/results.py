@@ -156,8 +156,7 @@ class Result:
     def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
         """Reads the arrays that a measure stored for a seed, the first one if None.
 
-        Raises:
-          Missing: If the run's folder is gone, as for committed results.
+        Raises Missing if the run's folder is gone, as for committed results.
         """
         folder = self.folders.get(next(iter(self.seeds), 0) if seed is None else seed)
         path = folder / "measured" / f"{measure}.npz" if folder else None
@@ -172,8 +171,7 @@ class Result:
     def logged(self, key: str) -> tuple[list[int], np.ndarray]:
         """Reads one entry of metrics.jsonl at the steps that all seeds have: (steps [n], values [seeds, n]).
 
-        Raises:
-          Missing: If a run's folder is gone, or the entry was not logged.
+        Raises Missing if a run's folder is gone, or the entry was not logged.
         """
         paths = [self.folders[seed] / "metrics.jsonl" for seed in self.seeds if seed in self.folders]
         if not paths or not all(path.exists() for path in paths):
@@ -251,8 +249,7 @@ def shared_seeds(of: Sequence[Result]) -> list[Result]:
 def pairs(result: Result, reference: Result, metric: str | Quantity) -> dict[int, tuple[float, float]]:
     """Returns a metric of two variants for every seed that both have; one pair for two existing models.
 
-    Raises:
-      Missing: If there is no such seed.
+    Raises Missing if there is no such seed.
     """
     if result.given and reference.given:
         return {0: (result[metric], reference[metric])}

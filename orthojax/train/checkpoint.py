@@ -117,8 +117,7 @@ def _read_item(step_folder: Path, item: str, shapes: Any) -> Any:
 def read_params(step_folder: Path) -> Any:
     """Returns only the parameters, as a nested dict of float32 arrays on the first device of this process.
 
-    Raises:
-      UserError: If they are missing, damaged, or not those of the model in the checkpoint's config.
+    Raises UserError if they are missing, damaged, or not those of the model in the checkpoint's config.
     """
     return _read_item(step_folder, "params", parameter_shapes(read_config(step_folder).model))
 
@@ -177,8 +176,7 @@ def _verify_together(step_folder: Path) -> None:
 def verify_checkpoint(step_folder: Path) -> int:
     """Compares everything in a checkpoint with its checksums, and returns the size of its arrays in bytes.
 
-    Raises:
-      DamagedError: Naming what is damaged.
+    Raises DamagedError naming what is damaged.
     """
     _verify(step_folder, ARRAYS)
     arrays = [array for item in ARRAYS for array in list_arrays(step_folder, item)]
@@ -262,10 +260,8 @@ class Checkpoints:
         """Writes a step in the background; it appears under its name only when it is complete.
 
         Returns when the state is on the host, so that the next step may overwrite it on the devices. Every process
-        calls it and writes what it holds. `next_step` is added to `data`, JSON values.
-
-        Raises:
-          UserError: If the disk refuses this write or refused the one before; earlier checkpoints stay.
+        calls it and writes what it holds. `next_step` is added to `data`, JSON values. Raises UserError if the disk
+        refuses this write or refused the one before; earlier checkpoints stay.
         """
         step = int(jax.device_get(state.step))
         items: dict[str, Any] = {item: ocp.args.StandardSave(getattr(state, item)) for item in ARRAYS}

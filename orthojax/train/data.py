@@ -48,10 +48,8 @@ class Inputs(NamedTuple):
 def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
     """Opens the data that a config names, tokenising text the first time.
 
-    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, total bytes).
-
-    Raises:
-      UserError: For anything wrong with the files, or a vocabulary that the model does not have.
+    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, total bytes). Raises
+    UserError for anything wrong with the files, or a vocabulary that the model does not have.
     """
     data, train, evaluation = config.data, config.train, config.eval
     if data.kind == "bigram_backcopy":

@@ -230,8 +230,7 @@ def rounded_perplexities(
 ) -> Metrics:
     """Measures the perplexity at each of `settings`; arguments and names are as for `evaluate`.
 
-    Raises:
-      UserError: For a setting that does not fit the model, before anything is computed.
+    Raises UserError for a setting that does not fit the model, before anything is computed.
     """
     _require_fitting(loaded, settings)
     heads = {"": False, "_with_head": True} if quantize_head else {"": False}
@@ -246,8 +245,7 @@ def rotated_perplexities(
 ) -> Metrics:
     """Measures `perplexity_<setting>_rotated` at each of `settings` after `quant.rotate_after_training`.
 
-    Raises:
-      UserError: For a model that cannot be rotated.
+    Raises UserError for a model that cannot be rotated.
     """
     params, config, wrap = quant.rotate_after_training(loaded.params, loaded.config.model)
     models = {f"{name}_rotated": quant.rounded_model(config, setting) for name, setting in settings.items()}

@@ -222,8 +222,7 @@ def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns all lines of a metrics file except those that a kill or a bad disk corrupted; [] if there is no file.
 
-    Raises:
-      UserError: If something other than a file is in its place.
+    Raises UserError if something other than a file is in its place.
     """
     lines = read_json_lines(path, "metrics file") if os.path.lexists(path) else []
     return [line for line in lines if isinstance(line.get("step"), int)]

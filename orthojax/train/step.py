@@ -304,9 +304,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     """Builds a run's model, optimizer and jitted functions; runs that agree in what matters share them.
 
     Given a task, `steps` draws its batches from the task, by (seed, number of the batch); otherwise it takes tokens.
-
-    Raises:
-      UserError: As for `make_mesh`.
+    Raises UserError as for `make_mesh`.
     """
     train = config.train
     return _build(

@@ -13,9 +13,8 @@ from orthojax.files import make_folder, read_json, require_utf8, try_lock, write
 def check_workdir(workdir: Path, config: Config) -> None:
     """Checks that a run of this config may use the folder; writes nothing.
 
-    Raises:
-      UserError: If the path, or a part of it, is not a folder or not UTF-8, or it already holds a run of another
-        config.
+    Raises UserError if the path, or a part of it, is not a folder or not UTF-8, or it already holds a run of another
+    config.
     """
     require_utf8(workdir, "workdir")
     for path in (workdir, *workdir.parents):

@@ -154,11 +154,9 @@ BREAK_CONDITIONS_MAP = Study(
 )  # fmt: skip
 
 
-_METHODS = ("softmax1", "orthoadam", "cured", "softmaxn", "curedn")
-_V = "vanilla_*"
-_SETTINGS = tuple(quant.SETTINGS)
+_METHODS, _V = ("softmax1", "orthoadam", "cured", "softmaxn", "curedn"), "vanilla_*"
 _WORST = Metric("worst quantised perplexity over float32's",
-                lambda of: max(of[f"perplexity_{name}"] for name in _SETTINGS) / of["perplexity"])  # fmt: skip
+                lambda of: max(of[f"perplexity_{name}"] for name in quant.SETTINGS) / of["perplexity"])  # fmt: skip
 _ADDED = "when one seed was there"
 
 
@@ -200,7 +198,7 @@ BACKCOPY_CURE = Study(
     columns=[SINK_MASS, "null_mass", TOP_DRAIN, TOP_PEAK, *RISKS, "perplexity"],
     tables=[
         Columns("The measures of From Attention to Activation", c.OUTCOME),
-        Columns("Perplexity lost to quantisation", [c.lost(name) for name in _SETTINGS]),
+        Columns("Perplexity lost to quantisation", [c.lost(name) for name in quant.SETTINGS]),
     ],
     claims=[
         *(claim for method in _METHODS for claim in _removes(method)),

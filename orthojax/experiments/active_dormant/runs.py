@@ -40,9 +40,8 @@ ORTHOADAM = {"optim.optimizer": "orthoadam", "optim.rotation.kind": "haar"}
 def backcopy(scale: str = "tiny") -> Config:
     """Returns the one-layer run with softmax and Adam at a scale.
 
-    The rate of scale tiny, 3e-3, was chosen on pilots with three layers and seeds 0, 100 and 101: at 1e-3 the peak
-    takes more than 5,000 steps; at 2e-3 and more without a warm-up one of these seeds has its sink in the first layer,
-    and nothing below it can grow a peak.
+    Scale tiny's rate was chosen on pilots with three layers and seeds 0, 100 and 101: at 1e-3 the peak takes more than
+    5,000 steps; at 2e-3 and more without warm-up one seed has its sink in the first layer, with no peak below.
     """
     published = scale == "small"
     steps, width = (10_000, 256) if published else (3000, 64)
@@ -193,11 +192,10 @@ def _train_step(config: Config, model: Transformer, intervene: Intervene, steps:
 
 
 def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) -> Row:
-    """Trains a setting and returns the numbers at the end, and curves by step, all from `look`.
+    """Trains a setting in float32 up to the last of the steps `shown`; returns the numbers at its end, and curves.
 
-    In float32 even if float64 is enabled. Parameters, optimizer and batches are as for the same config elsewhere.
-    `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass at the start.
-    The run ends with the last of the ascending steps `shown`; the steps of the config are not read.
+    All are from `look`; parameters, optimizer and batches are as for the same config elsewhere. `early_sink` is the
+    mean attention to <s> over the first 300 steps, `null_at_start` the null mass at the start.
     """
     config, found = replace(setting.config, {"train.seed": seed, "data.seed": seed}), {}
     with jax.enable_x64(False):

@@ -106,11 +106,8 @@ def _group(config: Config, part: str) -> int | None:
 def output_bases(config: Config, part: str) -> np.ndarray:
     """Returns the matrices Q by which the optimizer rotates the output channels of one of `PARTS`: [layers, D, D].
 
-    A gradient row g [D] becomes Q g, so that in the optimizer's basis a kernel W [I, D] is W Q^T, and activations
-    X [T, D] that it writes are X Q^T.
-
-    Raises:
-      UserError: If the optimizer does not rotate these channels.
+    A gradient row g [D] becomes Q g, so that in the optimizer's basis a kernel W [I, D] is W Q^T, and activations X [T,
+    D] that it writes are X Q^T. Raises UserError if the optimizer does not rotate these channels.
     """
     group = _group(config, part)
     if group is None:
