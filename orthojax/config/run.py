@@ -132,7 +132,7 @@ class DataConfig:
       bos: Start every row of text with the beginning-of-sequence token.
       objective: What is predicted: the next token; 15% of the tokens, most of them masked (`masked`, for
         `model.attention_mask='full'`); or 15% of the tokens, which are cut out in spans (`span_corruption`, for
-        `prefix`). See `orthojax.data.objectives`. Ids for masks and spans are the last ones of the model's vocabulary.
+        `prefix`). See `orthojax.data.batches`. Ids for masks and spans are the last ones of the model's vocabulary.
       seed: Seed of the order of the rows.
       repeated_share: For `embedded` and `text`: the fraction, 0 to 1, of passages (40 to 110 characters) that the text
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.

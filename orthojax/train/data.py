@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
+from orthojax.data.batches import Corruption
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.data.objectives import Corruption
 from orthojax.errors import UserError
 from orthojax.model import parameter_count
 from orthojax.train.estimates import model_flops_per_token

@@ -64,7 +64,7 @@ def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, Ar
 
     A row is T inputs and T targets, its first and its last T ids. In rows [B, T + 1] of a causal model they overlap,
     the targets are the next tokens, and those that a relaxed mask shows do not count. Other models have rows [B, 2 T]
-    of `orthojax.data.objectives`; targets below 0 do not count.
+    of `orthojax.data.batches`; targets below 0 do not count.
 
     >>> rows = np.array([[9, 5, 9, 6, -1, 4, 8, -1]])
     >>> inputs, targets, counted = split_tokens(rows, ModelConfig(attention_mask="full"))

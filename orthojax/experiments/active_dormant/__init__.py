@@ -1,11 +1,12 @@
 """Active-Dormant Attention Heads (arXiv 2410.13835): Bigram-Backcopy, its theory, and what the paper leaves open."""
 
-from orthojax.experiments.active_dormant.causes import SINK_REINFORCEMENT, SOFTMAX1_SINKS
 from orthojax.experiments.active_dormant.conditions import (
     BACKCOPY_CURE,
     BACKCOPY_RULES,
     BREAK_CONDITIONS_MAP,
     NEEDED_HEAD,
+    SINK_REINFORCEMENT,
+    SOFTMAX1_SINKS,
 )
 from orthojax.experiments.active_dormant.norm_toys import NORM_TOYS
 from orthojax.experiments.active_dormant.phenomena import ONE_LAYER, PEAK_BLOCKS, PUBLISHED_SIZE, THREE_LAYERS
