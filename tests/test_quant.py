@@ -156,6 +156,7 @@ def test_a_layer_of_narrow_floats_is_the_product_of_its_rounded_operands(name, x
     kernel = RNG.normal(size=(150, 140)) * np.exp(RNG.normal(size=140))
     of = {
         "fp8_e4m3": (quantize.e4m3(x), quantize.e4m3(kernel)),
+        "fp8_e5m2": (quantize.e5m2(x), quantize.e5m2(kernel)),
         "fp8_e4m3_block128": (quantize.e4m3(x, -1, 128), quantize.e4m3(kernel, (0, 1), 128)),
         "mxfp4": (quantize.mxfp4(x), quantize.mxfp4(kernel, 0)),
         "nvfp4": (quantize.nvfp4(x), quantize.nvfp4(kernel, 0)),

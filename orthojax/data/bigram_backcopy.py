@@ -89,10 +89,8 @@ class BigramBackcopy:
     def __post_init__(self):
         size = len(self.characters)
         if size <= self.trigger_count:
-            raise UserError(
-                f"{size} different characters cannot have {self.trigger_count} triggers",
-                allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text",
-            )
+            problem = f"{size} different characters cannot have {self.trigger_count} triggers"
+            raise UserError(problem, allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text")
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":

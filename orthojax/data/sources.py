@@ -98,10 +98,8 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
             path.read_bytes().decode()
             files.append((name, path))
     if not files:
-        raise UserError(
-            f"this Python keeps no standard library sources in {folder}",
-            allowed="a Python with its .py files, or your own text: data.kind=text data.paths=FILE[,FILE...]",
-        )
+        allowed = "a Python with its .py files, or your own text: data.kind=text data.paths=FILE[,FILE...]"
+        raise UserError(f"this Python keeps no standard library sources in {folder}", allowed=allowed)
     return _of_files("the standard library of the running Python", files)
 
 

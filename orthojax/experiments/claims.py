@@ -233,34 +233,22 @@ def peak(layers: Expr) -> Expr:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper, or of ours, with the expression that decides it.
-
-    Attributes:
-      says: The claim.
-      holds: Decides it, in every case.
-      given: Decides whether the claim is testable; None if it always is.
-      cases: What `*` stands for; every match if None; for a function, the variants that it selects, and `*` is then a
-        whole name.
-      largest: Only the testable case with the largest value is judged, for claims of the form 'by up to'.
-      most: Holds if more than half of the testable cases do, instead of all.
-      revised: Why the criterion was changed after numbers that it judges were known, and the first criterion; an empty
-        tuple stands for a criterion from before the data.
-      added: Why the claim was first stated after the data.
-      note: Further numbers of a case, from the results of the variants in `holds`.
-      unmeasured: Why nothing here measures it.
-    """
+    """A sentence of a paper, or of ours, with the expression that decides it."""
 
     says: str
-    holds: Expr | None = None
-    given: Expr | None = None
+    holds: Expr | None = None  # decides it, in every case
+    given: Expr | None = None  # decides whether it is testable; None if it always is
     _: dataclasses.KW_ONLY
+    # What `*` stands for; every match if None; for a function the variants that it selects, and `*` is a whole name.
     cases: Sequence[str] | Callable[[Result], bool] | None = None
-    largest: Expr | None = None
-    most: bool = False
+    largest: Expr | None = None  # only the testable case with the largest value is judged: claims of 'by up to'
+    most: bool = False  # holds if more than half of the testable cases do, instead of all
+    # Why the criterion was changed after numbers that it judges were known, and the first criterion; an empty tuple
+    # stands for a criterion from before the data.
     revised: "tuple[()] | tuple[str, Claim]" = ()
-    added: str = ""
-    note: Callable[[Scope], str] | None = None
-    unmeasured: str = ""
+    added: str = ""  # why it was first stated after the data
+    note: Callable[[Scope], str] | None = None  # further numbers of a case, from the variants in `holds`
+    unmeasured: str = ""  # why nothing here measures it
 
     @property
     def criterion(self) -> str:

@@ -116,10 +116,8 @@ def run_study(
     elif not study.trains:
         assert study.cost_reference is not None
         costs = step_costs(configs, study.cost_reference, workdir / "costs.json", repeats=5 * REPEATS)
-        rows = [
-            {"variant": name, "seed": 0, "overrides": changed_fields(Config(), configs[name]), "metrics": of}
-            for name, of in costs.items()
-        ]
+        rows = [{"variant": name, "seed": 0, "overrides": changed_fields(Config(), configs[name]), "metrics": of}
+                for name, of in costs.items()]  # fmt: skip
         content = {"provenance": _provenance((0,), [], time.monotonic() - started), "rows": rows}
     else:
         runs = _runs(configs, models, seeds, runs_dir, workdir)
@@ -154,10 +152,8 @@ def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
         print(f"{study.name}: seed {seed}", file=sys.stderr, flush=True)
         path.parent.mkdir(exist_ok=True)
         with jax.enable_x64(True):
-            rows = [
-                row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
-                for row in study.rows(seed)
-            ]
+            rows = [row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
+                    for row in study.rows(seed)]  # fmt: skip
         write_with_digest(path, {"rows": rows})
     computed = read_with_digest(path, "computed rows")
     check(computed, COMPUTED, str(path))
@@ -273,9 +269,8 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
     if diverged.exists():  # a deterministic run diverges again
         raise DivergedError(f"{diverged.read_text().strip()}\ndelete {diverged} to train it again")
     if not (run.folder / "trained.json").exists():
-        started = time.monotonic()
+        started, kurtosis = time.monotonic(), ""  # at the last probe
         try:
-            kurtosis = ""  # at the last probe
 
             def on_line(line: dict[str, Any]) -> None:
                 nonlocal kurtosis

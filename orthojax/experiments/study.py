@@ -23,17 +23,11 @@ from orthojax.report.tables import Columns, Quantities
 
 
 class Given(NamedTuple):
-    """An existing model that is measured and not trained.
+    """An existing model that is measured and not trained."""
 
-    Attributes:
-      config: Config of its run, with the data and the evaluation rows that it is measured on.
-      checkpoint: The step folder, or a pretrained model.
-      other_data: Whether these rows come from another run, whose token ids must have the same meaning.
-    """
-
-    config: Config
-    checkpoint: Path
-    other_data: bool = False
+    config: Config  # of its run, with the data and the evaluation rows that it is measured on
+    checkpoint: Path  # the step folder, or a pretrained model
+    other_data: bool = False  # whether these rows come from another run, whose token ids must have the same meaning
 
 
 class Row(NamedTuple):
@@ -45,18 +39,12 @@ class Row(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The origin of a study's committed numbers.
+    """The origin of a study's committed numbers."""
 
-    Attributes:
-      seeds: All seeds.
-      minutes: Time of one seed, summed over its runs, as committed; 0 if unknown. Nothing is extrapolated from the
-        current machine, on which other work may be running.
-      made: Date and device.
-    """
-
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # all of them
+    # Of one seed, summed over its runs, as committed; 0 if unknown. Nothing is extrapolated from the current machine.
     minutes: float
-    made: str
+    made: str  # date and device
 
     def __str__(self) -> str:
         took = f": {duration(60 * self.minutes)} a seed, summed over its runs" if self.minutes else ""
@@ -75,53 +63,33 @@ Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A table, figure or appendix: an entry that reads like its caption. It has either `runs` or `rows`.
+    """A table, figure or appendix: an entry that reads like its caption. It has either `runs` or `rows`."""
 
-    Attributes:
-      name: As in --experiment.
-      title: One line.
-      runs: Scale -> variant -> config of the models that are trained; a seed replaces `train.seed` and `data.seed`.
-      rows: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
-      scales: Scales for which `runs` is defined.
-      seeds: Default seeds.
-      also: Further names, such as of figures that differ only by model.
-      models: The models of --model by name -> the models measured beside the runs, including installed ones; None for a
-        study that takes none.
-      measures: Measures beyond `measures.ALWAYS`.
-      rounding: Whether the perplexity of language models at each of `quant.SETTINGS` is also measured.
-      cost_reference: Variant -> the variant that the time and memory of its training step are relative to; if given,
-        they are measured, as metrics `cost_*`.
-      trains: False if these costs are all that is measured.
-      aliases: Further names of variants for claims, if variants depend on scale or on given models: alias -> variant.
-      paper: The numbers that the paper prints, for all scales or as a function of the scale.
-      columns: Columns of the table of all variants.
-      tables: Further tables.
-      claims: Claims with their criteria.
-      pictures: By name; see `figures`.
-      headlines: (metric, variant before, variant after) of the numbers on top of the page.
-      note: What a reader must know besides the table.
-    """
-
-    name: str
+    name: str  # as in --experiment
     title: str
+    # Scale -> variant -> config of the models that are trained; a seed replaces `train.seed` and `data.seed`.
     runs: Callable[[str], Mapping[str, Config]] | None = None
+    # Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
     rows: Callable[[int], Iterable[Row]] | None = None
-    scales: tuple[str, ...] = ("tiny",)
-    seeds: tuple[int, ...] = (0,)
-    also: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ("tiny",)  # for which `runs` is defined
+    seeds: tuple[int, ...] = (0,)  # by default
+    also: tuple[str, ...] = ()  # further names, such as of figures that differ only by model
+    # The models of --model by name -> those measured beside the runs, including installed ones; None if it takes none.
     models: Callable[[Mapping[str, Given]], Mapping[str, Given]] | None = None
-    measures: tuple[Measure, ...] = ()
-    rounding: bool = True
+    measures: tuple[Measure, ...] = ()  # beyond `measures.ALWAYS`
+    rounding: bool = True  # whether the perplexity of language models at each of `quant.SETTINGS` is also measured
+    # Variant -> the one that time and memory of its training step are relative to; they are then metrics `cost_*`.
     cost_reference: Callable[[str], str] | None = None
-    trains: bool = True
+    trains: bool = True  # False if these costs are all that is measured
+    # Alias -> variant: further names for claims, if variants depend on scale or on given models.
     aliases: Callable[["StudyResults"], Mapping[str, str]] | None = None
-    paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)
-    columns: Quantities = ()
-    tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()
+    paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)  # for all scales, or by scale
+    columns: Quantities = ()  # of the table of all variants
+    tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()  # further ones
     claims: Sequence[Claim] = ()
     pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
-    headlines: Sequence[tuple[str | Quantity, str, str]] = ()
-    note: str = ""
+    headlines: Sequence[tuple[str | Quantity, str, str]] = ()  # (metric, variant before, variant after), on top
+    note: str = ""  # what a reader must know besides the table
 
     @property
     def published(self) -> Mapping[str, Published]:
@@ -280,14 +248,13 @@ def make_report(results: StudyResults) -> Report:
 
 def _plain(table: Table, untestable: Collection[tuple[str, str]]) -> Table:
     """Returns a table without bold in cells, by column and row, that a claim calls not testable."""
-    rows = [
-        [
-            of._replace(bold=False) if isinstance(of, Cell) and (column, row[0]) in untestable else of
-            for column, of in zip(table.columns, row, strict=True)
-        ]
-        for row in table.rows
-    ]
-    return table._replace(rows=rows)
+
+    def plain(cell: str | Cell, column: str, row: str | Cell) -> str | Cell:
+        return cell._replace(bold=False) if isinstance(cell, Cell) and (column, row) in untestable else cell
+
+    return table._replace(
+        rows=[[plain(*of, row[0]) for of in zip(row, table.columns, strict=True)] for row in table.rows]
+    )
 
 
 def as_verdict(judged: Judged) -> Verdict:

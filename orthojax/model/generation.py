@@ -95,10 +95,8 @@ def stream(
 def _require_whole_prefix(loaded: LoadedModel, length: int) -> None:
     relaxed = loaded.model.config.relaxed_causal_tokens
     if relaxed > 1 and length < relaxed:
-        raise UserError(
-            f"a prompt of {length} tokens for a model whose first {relaxed} tokens see each other",
-            allowed=f"a prompt of at least {relaxed} tokens: it has not learned to predict those",
-        )
+        problem = f"a prompt of {length} tokens for a model whose first {relaxed} tokens see each other"
+        raise UserError(problem, allowed=f"a prompt of at least {relaxed} tokens: it has not learned to predict those")
 
 
 _LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite

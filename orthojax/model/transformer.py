@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -344,9 +344,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     attending = sum(c.layer_attention(layer) for layer in range(c.num_layers))
     return 6 * matrices + 6 * attending * sequence_length * c.num_heads * (c.head_dim + c.value_dim)
 
-
-if TYPE_CHECKING:
-    from orthojax.model.transformer import Transformer
 
 Params = dict[str, Any]
 

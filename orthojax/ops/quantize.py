@@ -260,19 +260,14 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
 
 
 class NumberFormat(NamedTuple):
-    """A number format: the functions that round to it, and its sizes.
+    """A number format: the functions that round to it, and its sizes."""
 
-    Attributes:
-      bits: Width of a number; None for integers, which have any.
-      slices: (x, bits, axes) -> x rounded, with one scale for all of `axes`; None if it only has blocks.
-      blocks: (x, axes) -> x rounded in blocks along the first of `axes`, or along all; None if it has no blocks.
-      block: Neighbours in a block.
-    """
-
-    bits: int | None
+    bits: int | None  # width of a number; None for integers, which have any
+    # (x, bits, axes) -> x rounded, with one scale for all of `axes`; None if it only has blocks.
     slices: Callable[[jax.Array, int, Axes], jax.Array] | None
+    # (x, axes) -> x rounded in blocks along the first of `axes`, or along all; None if it has no blocks.
     blocks: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
-    block: int = 0
+    block: int = 0  # neighbours in a block
 
 
 FORMATS = {
@@ -329,17 +324,15 @@ def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Arr
 class Quantized:
     """An array as integers: its values are (qvalue + zero_point) * scale, as `dequantize` computes them.
 
-    Attributes:
-      qvalue: int8, with the shape of the array.
-      scale: Floating; every axis has length 1 or the array's length.
-      zero_point: Whole numbers as floats, shaped like `scale`; None if 0 is stored as 0 (absmax). It is the z of
-        `zeropoint` plus 2^(bits-1), by which signed integers differ from unsigned ones; it is added here, while other
-        libraries subtract it.
+    The zero point is the z of `zeropoint` plus 2^(bits-1), by which signed integers differ from unsigned ones; it is
+    added here, while other libraries subtract it.
     """
 
-    qvalue: jax.Array
-    scale: jax.Array
-    zero_point: jax.Array | None = None
+    qvalue: jax.Array  # int8, with the shape of the array
+    scale: jax.Array  # floating; every axis has length 1 or the array's length
+    zero_point: jax.Array | None = (
+        None  # whole numbers as floats, shaped like `scale`; None if 0 is stored as 0 (absmax)
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -21,13 +21,7 @@ from orthojax.errors import UserError
 from orthojax.ops.products import is_head
 from orthojax.ops.quantize import FORMATS, Axes, Quantized, dequantize, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.settings import (
-    ALL_BUT_HEAD,
-    KERNELS_BUT_HEAD,
-    QuantizationSetting,
-    compile_pattern,
-    map_kernels,
-)
+from orthojax.quant.settings import ALL_BUT_HEAD, KERNELS_BUT_HEAD, QuantizationSetting, compile_pattern, map_kernels
 
 if TYPE_CHECKING:
     from orthojax.config import ModelConfig

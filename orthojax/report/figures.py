@@ -137,13 +137,7 @@ def _finish(figure: Figure, grid: Sequence[Axes], shown: int, x_scale: str, y_sc
         figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns)
 
 
-def bars(
-    groups: Sequence[str],
-    values: Mapping[str, np.ndarray],
-    *,
-    y_label: str,
-    y_scale: Scale = "linear",
-) -> Figure:
+def bars(groups: Sequence[str], values: Mapping[str, np.ndarray], *, y_label: str, y_scale: Scale = "linear") -> Figure:
     """Draws grouped bars, label -> [seeds, groups], with whiskers from the smallest to the largest seed.
 
     The scale "symlog" is linear up to 2.

@@ -63,26 +63,17 @@ class Verdict(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that a reader sees, in order.
-
-    Attributes:
-      setting: Scale, seeds, date and device, in one line.
-      sentences: Paragraphs that say what was run.
-      headlines: (metric, "31 → 2.6", its level of chance) of the numbers on top.
-      pictures: The first is on top of the page.
-      notes: The command, and how the report was made.
-      failures: A line for each run that did not finish.
-    """
+    """Everything that a reader sees, in order."""
 
     title: str
-    setting: str = ""
-    sentences: Sequence[str] = ()
-    headlines: Sequence[tuple[str, str, str]] = ()
+    setting: str = ""  # scale, seeds, date and device, in one line
+    sentences: Sequence[str] = ()  # paragraphs that say what was run
+    headlines: Sequence[tuple[str, str, str]] = ()  # (metric, "31 → 2.6", its level of chance) of the numbers on top
     verdicts: Sequence[Verdict] = ()
     tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
-    notes: Sequence[str] = ()
-    failures: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()  # the first is on top of the page
+    notes: Sequence[str] = ()  # the command, and how the report was made
+    failures: Sequence[str] = ()  # a line for each run that did not finish
 
     @property
     def headline(self) -> str:
@@ -113,9 +104,7 @@ def write_report(report: Report, workdir: Path) -> None:
         images.append((source, picture.caption))
     write_text(workdir / "report.md", markdown(report))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orthojax.report", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
+        loader=jinja2.PackageLoader("orthojax.report", "templates"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     style = environment.get_template("page.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # the page forbids all else

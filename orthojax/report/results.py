@@ -52,17 +52,11 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A number for every seed of a variant; `claims.Metric` can also be indexed by a variant's name.
+    """A number for every seed of a variant; `claims.Metric` can also be indexed by a variant's name."""
 
-    Attributes:
-      name: A key of results.json, or with `of` the label of what `of` computes.
-      of: Computes it from the numbers of one seed.
-      show: Formats it; None for three digits, or percent for a metric that is a fraction.
-    """
-
-    name: str
-    of: Callable[[Numbers], float] | None = None
-    show: Callable[[float], str] | None = None
+    name: str  # a key of results.json, or with `of` the label of what `of` computes
+    of: Callable[[Numbers], float] | None = None  # computes it from the numbers of one seed
+    show: Callable[[float], str] | None = None  # None for three digits, or percent for a metric that is a fraction
 
     @property
     def label(self) -> str:
@@ -96,24 +90,15 @@ def as_quantity(given: "str | Quantity") -> Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All finished seeds of one variant; `result["perplexity"]` is the mean over them.
-
-    Attributes:
-      config: Config of its run, with the data that it was measured on; None for a computation.
-      seeds: Seed -> its numbers.
-      paper: What the paper prints for it.
-      given: Whether it is an existing model, whose seed has no meaning.
-      folders: Seed -> folder of the run.
-      started: Whether any seed was run, finished or not.
-    """
+    """All finished seeds of one variant; `result["perplexity"]` is the mean over them."""
 
     name: str
-    config: Any
+    config: Any  # of its run, with the data that it was measured on; None for a computation
     seeds: Mapping[int, Numbers]
-    paper: Numbers = dataclasses.field(default_factory=lambda: Numbers({}))
-    given: bool = False
-    folders: Mapping[int, Path] = dataclasses.field(default_factory=dict)
-    started: bool = True
+    paper: Numbers = dataclasses.field(default_factory=lambda: Numbers({}))  # what the paper prints for it
+    given: bool = False  # whether it is an existing model, whose seed has no meaning
+    folders: Mapping[int, Path] = dataclasses.field(default_factory=dict)  # of the run of each seed
+    started: bool = True  # whether any seed was run, finished or not
 
     def printed(self, metric: Quantity) -> str:
         """Returns the words "paper 31.2" with the number that the paper prints; "" if it prints none."""

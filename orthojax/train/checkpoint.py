@@ -308,11 +308,9 @@ class Checkpoints:
             # Placed as the arrays are: a step without a place would make the second training step compile again.
             return TrainState(jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding), **restored)
         if damaged:
-            raise UserError(
-                _first_line(damaged[max(damaged)]),
-                allowed=f"an intact checkpoint; all of {len(damaged)} are damaged",
-                hint=f"without {self.directory} the run starts from the beginning",
-            )
+            problem = _first_line(damaged[max(damaged)])
+            hint = f"without {self.directory} the run starts from the beginning"
+            raise UserError(problem, allowed=f"an intact checkpoint; all of {len(damaged)} are damaged", hint=hint)
         return None
 
     def _set_aside(self, damaged: dict[int, DamagedError], used: int) -> None:

@@ -94,11 +94,8 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
 
 def _require_vocabulary(config: Config, needed: int) -> None:
     if config.model.vocab_size < needed:
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data",
-            allowed=f"at least {needed}",
-            hint=f"--config.model.vocab_size={needed}",
-        )
+        problem = f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data"
+        raise UserError(problem, allowed=f"at least {needed}", hint=f"--config.model.vocab_size={needed}")
 
 
 class Dispatch(NamedTuple):

@@ -258,8 +258,5 @@ def require_same_config(config: Config, before: Config, where: Path) -> None:
     if config.train.steps > before.train.steps:
         more_steps = f"--config={where / 'config.json'} --workdir=NEW --config.train.init_from={where}"
         hint = f"the learning rate follows train.steps; to train on: {more_steps}"
-    raise UserError(
-        f"{where} holds a run with another config: {differ}{more}",
-        allowed="the config of that run (its config.json after --config=), or another --workdir",
-        hint=hint,
-    )
+    allowed = "the config of that run (its config.json after --config=), or another --workdir"
+    raise UserError(f"{where} holds a run with another config: {differ}{more}", allowed=allowed, hint=hint)

@@ -30,11 +30,8 @@ def make_mesh(config: Config) -> Mesh | None:
     data, fsdp, tensor = sizes = config.mesh_sizes(count)
     size = math.prod(sizes)
     if (processes := jax.process_count()) > 1 and size < count:
-        raise UserError(
-            f"mesh {data=}, {fsdp=}, {tensor=} uses {size} of the {count} devices of {processes} processes",
-            allowed="all of them, if there are several processes",
-            hint="--config.mesh.data=-1",
-        )
+        problem = f"mesh {data=}, {fsdp=}, {tensor=} uses {size} of the {count} devices of {processes} processes"
+        raise UserError(problem, allowed="all of them, if there are several processes", hint="--config.mesh.data=-1")
     if size == 1:
         return None
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])

@@ -164,11 +164,9 @@ def _library(extra: str, package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"train.{extra}=true needs the package {package}: {error}",
-            allowed="false, or an installation with it",
-            hint=f"pip install 'orthojax[{extra}]'",
-        ) from None
+        problem = f"train.{extra}=true needs the package {package}: {error}"
+        allowed = "false, or an installation with it"
+        raise UserError(problem, allowed=allowed, hint=f"pip install 'orthojax[{extra}]'") from None
 
 
 def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:

@@ -100,21 +100,14 @@ Intervene = Callable[[Any, jax.Array], Interventions]  # (parameters, inputs [B,
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A run with interventions.
-
-    Attributes:
-      config: Config of the run.
-      value: The norm at which the value of <s> is held: `others`, the mean norm of the other values of the batch at
-        this step, taken as a constant; `initial`, its own norm before the first step; `drained`, a tenth of `initial`;
-        "" does not hold it.
-      hidden: Whether queries of non-triggers after <s> may not attend to <s>.
-      both_views: Whether the trained model is measured with <s> hidden as well, as `hidden: NAME`.
-    """
+    """A run with interventions."""
 
     config: Config = dataclasses.field(default_factory=short)
+    # The norm at which the value of <s> is held: `others`, the mean norm of the other values of the batch at this step,
+    # taken as a constant; `initial`, its own before the first step; `drained`, a tenth of that; "" does not hold it.
     value: str = ""
-    hidden: bool = False
-    both_views: bool = False
+    hidden: bool = False  # whether queries of non-triggers after <s> may not attend to <s>
+    both_views: bool = False  # whether the trained model is measured with <s> hidden as well, as `hidden: NAME`
 
 
 def interventions(

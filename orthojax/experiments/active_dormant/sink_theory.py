@@ -26,19 +26,12 @@ from orthojax.report.tables import Columns
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chain:
-    """The constants of L, which gradient flow does not change.
+    """The constants of L, which gradient flow does not change."""
 
-    Attributes:
-      weights: pi, float64 [K], with sum 1.
-      rows: p, float64 [K, V].
-      others: W.
-      contexts: xi of each context, float64 [C, V].
-    """
-
-    weights: np.ndarray
-    rows: np.ndarray
-    others: float
-    contexts: np.ndarray
+    weights: np.ndarray  # pi, float64 [K], with sum 1
+    rows: np.ndarray  # p, float64 [K, V]
+    others: float  # W
+    contexts: np.ndarray  # xi of each context, float64 [C, V]
 
     @classmethod
     def of_task(cls, task: BigramBackcopy, values: np.ndarray, counts: np.ndarray) -> "Chain":

@@ -128,10 +128,7 @@ TABLE_6 = _table(
 # A base model, and the same model fine-tuned on instructions.
 TABLE_7 = _table(
     "first_attention_fraction first_attention_mass kurtosis_first kurtosis_pooled",
-    {
-        "Llama-3.1-8B": (0.9545, 0.7349, 1227.0, 55.0),
-        "Llama-3.1-8B-Instruct": (0.9553, 0.7013, 1228.0, 69.0),
-    },
+    {"Llama-3.1-8B": (0.9545, 0.7349, 1227.0, 55.0), "Llama-3.1-8B-Instruct": (0.9553, 0.7013, 1228.0, 69.0)},
 )
 
 # Width and largest activation, which is Table 2's for the first token, rounded.
