@@ -170,12 +170,8 @@ class DataConfig:
         check_fields(self, "data", self._checks)
 
     def _checks(self) -> list[Check]:
-        kind, files, length, next_token = (
-            self.kind,
-            len(self.paths),
-            self.sequence_length,
-            self.objective == "next_token",
-        )
+        kind, files, length = self.kind, len(self.paths), self.sequence_length
+        next_token = self.objective == "next_token"
         of_kind, corrupted = f"is not read by data.kind={kind!r}", f"objective={self.objective!r} with data."
         return [
             (next_token or kind != "bigram_backcopy", f"{corrupted}kind={kind!r}", "kinds with text"),

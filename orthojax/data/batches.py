@@ -44,11 +44,8 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     """Opens the tokens that a config names, tokenising the text the first time.
 
     The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one. Kind
-    `tokens` does not use the cache. `progress` is as for `prepare`.
-
-    Raises:
-      UserError: For anything wrong with the files, the tokenizer or the cache folder.
-      ValueError: For kind `bigram_backcopy`, which has no token files.
+    `tokens` does not use the cache. `progress` is as for `prepare`. Raises UserError for anything wrong with the files,
+    the tokenizer or the cache folder, ValueError for kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
         return _open_pair(Path(config.paths[0]), Path(config.paths[1]), config.verify)
@@ -85,26 +82,15 @@ class TokenBatches:
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
-        """Cuts the tokens into rows; nothing is read yet.
+        """Cuts integers [n], usually the memory map of a token file, into rows; nothing is read yet.
 
-        Args:
-          tokens: Integers [n], usually the memory map of a token file.
-          sequence_length: T, the input positions of a row.
-          batch_size: Rows of a batch.
-          seed: Seed of the order of the rows.
-          bos_id: If given, row i is [bos, tok[i*T], ..., tok[i*T + T-1]]: every row starts with this id, and every
-            token is a target. Otherwise it is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very
-            first one is not a target.
-
-        Raises:
-          UserError: If the tokens do not fill one batch.
+        Without `bos_id` row i is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very first one is not
+        a target. With it, it is [bos, tok[i*T], ..., tok[i*T + T-1]], and every token is a target. Raises UserError if
+        the tokens do not fill one batch.
         """
         extra = int(bos_id is None)  # the last target lies one past the inputs unless bos shifts them
         self.tokens = np.asarray(tokens)  # still the memory map, but slices of a plain array are cheaper
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.seed = seed
-        self.bos_id = bos_id
+        self.sequence_length, self.batch_size, self.seed, self.bos_id = sequence_length, batch_size, seed, bos_id
         self.n_rows = max(0, (len(tokens) - extra) // sequence_length)
         if self.n_rows < batch_size:
             needed = f"a batch of {batch_size} rows of {sequence_length} needs {batch_size * sequence_length + extra}"

@@ -187,17 +187,9 @@ class BigramBackcopy:
     ) -> jax.Array:
         """Draws the sequences of one step: a pure function of the arguments, the same on any mesh, jitted or not.
 
-        A longer `sequence_length` continues the same sequences.
-
-        Args:
-          step: Counter, 0 or more; may be traced.
-          batch_size: B.
-          sequence_length: T, the input positions.
-          seed: Below 2**32; may be traced.
-          stream: TRAINING or EVALUATION, which have no batch in common.
-
-        Returns:
-          int32 [B, T + 1]; inputs are [:, :-1], targets [:, 1:].
+        `step` is 0 or more, `seed` below 2**32, both may be traced; the streams TRAINING and EVALUATION have no batch
+        in common. Returns int32 [B, T + 1], inputs [:, :-1] and targets [:, 1:]; a longer T continues the same
+        sequences.
         """
         # JAX takes a Python integer as 32 bits with a sign.
         step, seed = (np.uint32(number) if isinstance(number, int) else number for number in (step, seed))

@@ -27,12 +27,9 @@ from orthojax.files import nearest_path, require_file
 # Left out of the standard library: what is not part of it or not text; what Debian and slim images lack, so that the
 # corpus does not depend on the packaging; generated tables and documentation rather than code.
 DROPPED_FOLDERS = frozenset(
-    [
-        *("site-packages", "dist-packages", "__pycache__"),
-        *("test", "tests", "idlelib", "idle_test", "lib2to3", "distutils", "tkinter", "turtledemo", "ensurepip"),
-        *("encodings", "pydoc_data"),
-    ]
-)
+    ("site-packages dist-packages __pycache__ test tests idlelib idle_test lib2to3 distutils tkinter turtledemo "
+     "ensurepip encodings pydoc_data").split()
+)  # fmt: skip
 # Written by whoever built or packaged this Python: they hold its paths and settings.
 DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 # The names in Hugging Face `datasets` of the formats that it reads.
@@ -129,10 +126,9 @@ def text_corpus(paths: Sequence[str | os.PathLike[str]]) -> Source:
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:
     """Lists names and paths of text files, with folders and patterns expanded.
 
-    Args:
-      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or only the tables
-        (.parquet, .arrow) if there are any; patterns such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a
-        folder is named by its path there, others by their last part.
+    Of folders it takes every file at any depth that is not hidden, sorted, or only the tables (.parquet, .arrow) if
+    there are any; patterns are such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a folder is named by its
+    path there, others by their last part.
     """
     found: list[tuple[str, Path]] = []
     for path in map(Path, paths):
@@ -188,9 +184,8 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
         except Exception as error:  # every file system has errors of its own
             raise _unreadable(address, error) from None
     if not pieces:
-        raise UserError(
-            f"{_listed(addresses, addresses)} matches no files", allowed=f"files that end in {', '.join(_FORMATS)}"
-        )
+        allowed = f"files that end in {', '.join(_FORMATS)}"
+        raise UserError(f"{_listed(addresses, addresses)} matches no files", allowed=allowed)
     return Source(_listed(names, names), digest.hexdigest(), tuple(pieces))
 
 
@@ -238,7 +233,6 @@ def _hugging_face(what: str) -> Any:
 
 
 def _format(path: PurePath) -> str:
-    """Returns the suffix without the compression's."""
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
@@ -294,12 +288,9 @@ def find_tfds(data_dir: Path, dataset: str) -> Path:
 def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     """Opens one split of a data set, or a slice of it, as a source.
 
-    Its sha256 covers the metadata, the slice and the names and sizes of the files, not their contents.
-
-    Args:
-      folder: From `find_tfds`.
-      split: A split, or a slice in the notation of TFDS: `train[:10%]`, `train[1000:]`, `train[-20%:]`.
-      feature: The text or bytes feature that holds the text.
+    `folder` comes from `find_tfds`, `split` is in the notation of TFDS, such as `train[:10%]`, `train[1000:]` or
+    `train[-20%:]`, and `feature` holds text or bytes. The sha256 covers the metadata, the slice and the names and sizes
+    of the files, not their contents.
     """
     from google.protobuf.json_format import ParseError
     from tensorflow_datasets.core import dataset_info, naming

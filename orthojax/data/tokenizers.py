@@ -131,9 +131,7 @@ def _panics_refused() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust, which is no Exception and cannot be imported
             raise
-        raise UserError(
-            f"the tokenizer cannot read this text: {str(error)[:200]}", allowed="another tokenizer"
-        ) from None
+        raise UserError(f"the tokenizer cannot read this text: {error!s:.200}", allowed="another tokenizer") from None
 
 
 class HuggingFaceTokenizer(Tokenizer):

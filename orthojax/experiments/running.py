@@ -66,32 +66,17 @@ def run_name(config: Config, given: Given | None = None) -> str:
 def run_study(
     study: Study,
     scale: str,
-    seeds: Sequence[int],
-    workdir: Path,
+    seeds: Sequence[int],  # of parameters, data order and everything random; the same for every variant
+    workdir: Path,  # of the results
     *,
-    runs_dir: Path = Path("runs/models"),
-    cache_dir: Path = Path("runs/data"),
-    given: Mapping[str, Given] | None = None,
-    jobs: int | None = 1,
-    command: Sequence[str] = (),
-    only: str | None = None,
+    runs_dir: Path = Path("runs/models"),  # trained runs, shared by studies
+    cache_dir: Path = Path("runs/data"),  # tokenised corpora
+    given: Mapping[str, Given] | None = None,  # existing models to measure as well, by name
+    jobs: int | None = 1,  # concurrent runs, each in its own process; None for as many as the machine has room for
+    command: Sequence[str] = (),  # starts such a process; the run is added
+    only: str | None = None,  # trains and measures only this variant, and writes no results.json
 ) -> StudyResults:
     """Trains, measures or computes what is not done yet and writes results.json; a second call resumes.
-
-    Args:
-      study: What to run.
-      scale: One of its scales.
-      seeds: Seeds of parameters, data order and everything random; the same for every variant.
-      workdir: Folder of the results.
-      runs_dir: Folder of trained runs, shared by studies.
-      cache_dir: Folder of tokenised corpora.
-      given: Existing models to measure as well, by name.
-      jobs: Number of concurrent runs, each in its own process; None for as many as the machine has room for.
-      command: Command that starts such a process, to which the run is added.
-      only: Train and measure only this variant, and write no results.json.
-
-    Returns:
-      The results; with `only`, just this variant's.
 
     Raises:
       UserError: For an unknown scale or variant, models if the study takes none, or what `train` refuses.

@@ -281,17 +281,9 @@ class Checkpoints:
         """Resumes from the newest checkpoint that is intact, whatever mesh, device count and process count saved it.
 
         Damaged checkpoints are reported on stderr and renamed, so that their steps can be written again, unless all are
-        damaged.
-
-        Args:
-          like: A state of the right structure, with arrays or jax.ShapeDtypeStruct with shardings.
-          accept: Called with the folder of an intact step; raises if the run must not resume there.
-
-        Returns:
-          The state, or None if there is no checkpoint.
-
-        Raises:
-          UserError: If every checkpoint is damaged or one does not fit; also whatever `accept` raises.
+        damaged. `like` is a state of the right structure, with arrays or jax.ShapeDtypeStruct with shardings; `accept`
+        raises if the run must not resume in the folder of an intact step. Returns None if there is no checkpoint;
+        raises UserError if every checkpoint is damaged or one does not fit.
         """
         damaged: dict[int, DamagedError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):

@@ -276,8 +276,7 @@ def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Tran
 def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
     """Computes the change of the loss in nats on the first rows if a part writes nothing to the residual stream.
 
-    Returns:
-      `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
+    `knocked_out_head` is [L, N], `knocked_out_attention` and `knocked_out_mlp` are [L].
     """
     L, N = loaded.config.model.num_layers, loaded.config.model.num_heads
     few = inputs._replace(evaluation=inputs.evaluation[:rows])
@@ -304,13 +303,8 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, each later one
     those that the previous one did not. Published perplexities of long texts are computed this way; the guide of
     transformers gives later windows the weight of one token less. If `stride` equals `length`, the pieces of the text
-    are independent, and their first tokens are not predicted.
-
-    Args:
-      loaded: A causal model.
-      tokens: int32 [tokens], at least 2.
-      length: Tokens of a window, at most the model's positions.
-      stride: 1 to `length`.
+    are independent, and their first tokens are not predicted. The model is causal, tokens are int32 [2 or more],
+    `length` is at most the model's positions.
     """
     if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
         problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
@@ -340,12 +334,9 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
 def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4) -> Metrics:
     """Measures the second half of rows [B, T + 1], read token by token with a quarter of the row in view.
 
-    Returns:
-      `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first `sinks`
-      tokens in place of the oldest, and `perplexity_whole` with all.
-
-    Raises:
-      UserError: For rows that are too short.
+    Returns `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first
+    `sinks` tokens in place of the oldest, and `perplexity_whole` with all. Raises UserError for rows that are too
+    short.
     """
     T = rows.shape[1] - 1
     window = T // 4
@@ -404,12 +395,8 @@ def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
 def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) -> Callable[[int, Any], Probed | None]:
     """Makes the measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
 
-    The measurement reads rows spread evenly over the evaluation set; the folder is for the function `train.probe`.
-
-    Returns:
-      (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
-      for the host; None between probes.
-
+    It reads rows spread evenly over the evaluation set; the folder is for the function `train.probe`. It maps (step,
+    parameters after it; 0 is the start) to statistics, which stay on the device so that it does not wait for the host.
     """
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
@@ -417,9 +404,9 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
-    more = (
-        imported("train.probe", train.probe, "config", "rows", "folder")(config, rows, folder) if train.probe else None
-    )
+    more = None
+    if train.probe:
+        more = imported("train.probe", train.probe, "config", "rows", "folder")(config, rows, folder)
 
     def probe(step: int, params: Any) -> Probed | None:
         if not train.probes_at(step):

@@ -60,14 +60,8 @@ _EQUAL = Metric(  # the mean of 1 / (t + 1) over queries t that see all of the f
     lambda of: float(np.mean(1 / np.arange(measures.KEYS + 1, of["data.sequence_length"] + 1))),
 )
 _WINNER = Metric("winning key", lambda of: float(round(of["winner"])))
-_WINNER_MASS, _OTHERS_MASS, *_OF_WINNER = c.shares(
-    "winner_mass",
-    "others_mass",
-    "winner_fraction",
-    "winner_of_heads",
-    "winner_of_sequences",
-    "largest_mass_of_sequence",
-)
+_WINNER_MASS, _OTHERS_MASS, *_OF_WINNER = c.shares("winner_mass", "others_mass", "winner_fraction", "winner_of_heads",
+                                                   "winner_of_sequences", "largest_mass_of_sequence")  # fmt: skip
 
 
 def _one_key_dominates(variant: str) -> Expr:
@@ -173,8 +167,7 @@ def _all_explained(vanilla: Result) -> bool:
 
 
 def _outlier_weights(method: str, of: Sequence[Result]) -> float:
-    counts = [r.layers("mlp_output_outlier_channels").sum() for r in of if r.name.endswith(f"_{method}")]
-    return float(sum(counts))
+    return sum(float(r.layers("mlp_output_outlier_channels").sum()) for r in of if r.name.endswith(f"_{method}"))
 
 
 def _few_outlier_weights_left(*of: Result) -> bool:
