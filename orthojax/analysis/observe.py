@@ -184,7 +184,6 @@ def _statistics(
     maximum: dict[str, jax.Array],
     attends: jax.Array,
 ) -> Statistics:
-    """Returns the statistics of a batch from means over its sequences, and (sum, count) of other means."""
     sequences = jnp.asarray(batch, jnp.int32)
     sums = {name: (mean * batch, sequences) for name, mean in means.items()} | sums
     total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
@@ -239,7 +238,6 @@ def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
 
 
 def _of_hidden_states(name: str) -> bool:
-    """Returns whether a layer without attention also has this metric."""
     found = define(name)
     return found is not None and found.group == "hidden states"
 

@@ -14,7 +14,7 @@ from orthojax.analysis.catalogue import HIDDEN_STATES, Conditions, chance, label
 from orthojax.formatting import align
 
 
-class Row(NamedTuple):
+class SummaryRow(NamedTuple):
     """One metric."""
 
     name: str  # in the catalogue
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 class Summary(NamedTuple):
     """The rows of a table; `print` shows it, `metrics` are its numbers."""
 
-    rows: list[Row]
+    rows: list[SummaryRow]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
 _Parts = Sequence[Sequence[jax.Array]]  # of each layer, the whole batch or, if it is padded, each row
 
 
-def _of_hidden(layers: _Parts) -> list[Row]:
+def _of_hidden(layers: _Parts) -> list[SummaryRow]:
     if not layers:
         return []
     found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
@@ -141,7 +141,7 @@ def _of_hidden(layers: _Parts) -> list[Row]:
     return _rows(found, levels)
 
 
-def _of_weights(layers: _Parts) -> list[Row]:
+def _of_weights(layers: _Parts) -> list[SummaryRow]:
     if not layers:
         return []
     metrics = (attention.first_attention_fraction, attention.first_attention_mass)
@@ -156,8 +156,10 @@ def _by_layer(metric: Callable[[Any], Any], layers: _Parts) -> np.ndarray:
     return np.array([np.mean([float(metric(part)) for part in parts]) for parts in layers])
 
 
-def _rows(found: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[Row]:
-    return [Row(name, float(values.mean()), values, levels.get(name, math.nan)) for name, values in found.items()]
+def _rows(found: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[SummaryRow]:
+    return [
+        SummaryRow(name, float(values.mean()), values, levels.get(name, math.nan)) for name, values in found.items()
+    ]
 
 
 def _chance(layer: ArrayLike) -> dict[str, float]:

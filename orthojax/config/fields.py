@@ -110,7 +110,6 @@ def _not_valid(path: str, value: Any, hint: Any) -> UserError:
 
 
 def _words(hint: Any) -> list[str]:
-    """Returns the words that stand for values of an annotation."""
     options = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return list(map(str, options))
@@ -171,7 +170,6 @@ def _group(hint: Any) -> tuple[type | None, bool]:
 
 @functools.cache
 def _leaves(cls: type) -> tuple[tuple[str, Any, Mapping[Any, Any]], ...]:
-    """Returns (dotted path, type, metadata) of every leaf field."""
     hints, leaves = _type_hints(cls), []
     for field in dataclasses.fields(typing.cast(Any, cls)):
         hint = hints[field.name]

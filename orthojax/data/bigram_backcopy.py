@@ -133,7 +133,6 @@ class BigramBackcopy:
 
     @functools.cached_property
     def _table(self) -> np.ndarray:
-        """The counts as float64 [V, V]."""
         ids = {character: i for i, character in enumerate(self.characters)}
         table = np.zeros((self.vocab_size, self.vocab_size))
         for a, b, n in self.counts:

@@ -190,7 +190,6 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
-    """Yields the documents of a text or .jsonl file, plain or with .gz."""
     try:
         with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             if _format(path) == ".jsonl":

@@ -335,7 +335,6 @@ def _bpe_size(spec: str) -> int:
 
 
 def _files(spec: str) -> list[Path]:
-    """Lists the files that a path stands for: one, or GPT-2's two."""
     path = Path(spec)
     if not os.path.lexists(path):
         with contextlib.suppress(UserError):  # which says what is missing of a model, not of a tokenizer

@@ -130,7 +130,6 @@ def _runs(
 
 
 def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
-    """Returns the rows of one seed of a computation, reusing those that an earlier call kept."""
     assert study.rows is not None
     path = workdir / "computed" / f"seed{seed}.json"
     if not path.exists():
@@ -235,8 +234,6 @@ def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
 
 
 class _Ticker:
-    """Prints what a run does, at most every ten seconds."""
-
     def __init__(self, name: str):
         self._name, self._started, self._last = name, time.monotonic(), -_SECONDS_BETWEEN_LINES
 
@@ -303,7 +300,6 @@ def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> 
 
 
 def _places(count: int) -> list[tuple[dict[str, str], set[int]]]:
-    """Returns environment and CPU cores for each of several processes."""
     if gpus := _gpus():
         together = -(-count // len(gpus))
         memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / together:.3f}"} if together > 1 else {}

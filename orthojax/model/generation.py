@@ -170,7 +170,6 @@ def _token_ids(loaded: LoadedModel, ids: ArrayLike, fewest: int = 1) -> np.ndarr
 
 
 def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int | None, sinks: int) -> KVCache:
-    """Makes an empty cache for a text of `total` tokens that starts with a prompt."""
     c = loaded.model.config
     if window is not None:
         return init_cache(c, batch, window + sinks, sinks=sinks)

@@ -103,7 +103,6 @@ class Block(nn.Module):
         return x, self.observe(seen)
 
     def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: Literal["input", "output"]) -> jax.Array:
-        """Applies the norm at the input or at the output of a part, if it is there."""
         places = {"output_norm": ["output"], "sandwich_norm": ["input", "output"]}.get(self.config.block, ["input"])
         second = len(places) > 1 and at == "output"
         return Norm(self.config, name=f"{part}_output_norm" if second else f"{part}_norm")(x) if at in places else x

@@ -72,7 +72,6 @@ def _shards(mesh: jax.sharding.AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def _batch_axes(mesh: jax.sharding.AbstractMesh, B: int) -> tuple[str, ...]:
-    """Returns the mesh axes over which sequences are split."""
     axes = tuple(name for name in BATCH_AXES if name in _auto_axes(mesh))
     return axes if B % _shards(mesh, axes) == 0 else ()
 

@@ -106,7 +106,6 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
 
 
 def _round_to_float(x: jax.Array, bits: int, lowest: int, largest: float) -> jax.Array:
-    """Rounds to the nearest (even) float with `bits` of mantissa and exponents from `lowest` on, then clips."""
     # Products with powers of two are exact, so this is the only rounding.
     exponent = jnp.maximum(jnp.frexp(x)[1] - 1, lowest) - bits
     return jnp.clip(jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent), -largest, largest)

@@ -37,7 +37,7 @@ _NOTHING = {
 _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # used in arithmetic before types are checked
 
 
-def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
+def read_foreign_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
     """Returns the `ModelConfig` that the content of a foreign config.json describes.
 
     Raises UserError for a field that is missing or unknown, or has an unsupported value.
@@ -294,7 +294,7 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
     given |= family.more.write(config) if family.more else {}
     given |= _write_rotary(family, config) if family.rotary else {}
     try:
-        same = computed_as(read_config(family, given)) == computed_as(config)
+        same = computed_as(read_foreign_config(family, given)) == computed_as(config)
     except UserError:
         return None
     return given if same else None

@@ -22,7 +22,7 @@ from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import Quantized
-from orthojax.pretrained.configs import read_config, write_config
+from orthojax.pretrained.configs import read_foreign_config, write_config
 from orthojax.pretrained.families import FAMILIES, HEADS, SAME, Family, Weight, foreign_names
 
 OWN = "orthojax"  # the model_type of models that no family expresses
@@ -152,7 +152,7 @@ def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
     ignored += HEADS if config.tie_embeddings else ()
     tensors, beside = _tensors_of(folder), () if family is None else family.beside
     tensors = {name: read for name, read in tensors.items() if not name.startswith(beside)}
-    return config, read_params(config, rows, tensors, str(folder), ignored)
+    return config, assemble_params(config, rows, tensors, str(folder), ignored)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -170,7 +170,7 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
         raise UserError(f"model_type {name!r} is not supported", allowed=" | ".join(FAMILIES), hint=hint)
     nested = given.get("text_config") if FAMILIES[name].beside else given
     require(isinstance(nested, dict), f"the config of {folder} has no text_config", "that of the text model")
-    config = read_config(FAMILIES[name], nested)
+    config = read_foreign_config(FAMILIES[name], nested)
     if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
         warnings.warn(f"{folder} says tied embeddings, and has another head: the head is used", stacklevel=2)
         config = dataclasses.replace(config, tie_embeddings=False)
@@ -188,7 +188,7 @@ def _has_another_head(folder: Path, family: Family) -> bool:
     return not np.array_equal(head, table)
 
 
-def read_params(
+def assemble_params(
     config: ModelConfig, rows: Rows, tensors: Tensors, where: str, ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Reads the parameters of a model from foreign tensors: float32 on the first device, one at a time on the host.
@@ -223,7 +223,6 @@ def read_params(
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds a tree of dicts from paths with slashes."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")

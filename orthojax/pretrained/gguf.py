@@ -16,9 +16,9 @@ from orthojax.config import ModelConfig, require
 from orthojax.data.published import Gguf, open_gguf
 from orthojax.errors import UserError, nearest
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained.configs import read_config
+from orthojax.pretrained.configs import read_foreign_config
 from orthojax.pretrained.families import FAMILIES, SAME, Family, Only, Transform, Weight, foreign_names, integer, unpair
-from orthojax.pretrained.folders import Rows, read_params
+from orthojax.pretrained.folders import Rows, assemble_params
 
 
 class _Architecture(NamedTuple):
@@ -88,7 +88,7 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
     config, family = _config_and_family(file, path)
     tensors = {name: functools.partial(_dequantized, tensor, str(path)) for name, tensor in file.tensors.items()}
     rows = _rows(family, file.metadata["general.architecture"])
-    return config, read_params(config, rows, tensors, str(path), _OF_ROPE)
+    return config, assemble_params(config, rows, tensors, str(path), _OF_ROPE)
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -118,7 +118,6 @@ _EXPERTS = [
 
 
 def _rows(family: Family, architecture: str) -> Rows:
-    """Returns the rows of a family with llama.cpp's names of their tensors."""
     import gguf
 
     by_name = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -149,7 +148,6 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _dequantized(tensor: Any, where: str) -> np.ndarray:
-    """Reads one tensor of `gguf.GGUFReader`, float32."""
     from gguf.quants import dequantize
 
     try:
@@ -185,7 +183,7 @@ def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
             is_wide = given["num_hidden_layers"] == architecture.wide_layers
             width = given["hidden_size"] // given["num_attention_heads"] if is_wide else given["head_dim"]
             given["query_pre_attn_scalar"] = width
-        return read_config(family, given), family
+        return read_foreign_config(family, given), family
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -238,7 +236,6 @@ def _plain(value: Any) -> Any:
 
 
 def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns `rope_parameters`, and the fields beside them."""
     rope: dict[str, Any] = {"rope_type": own.get("rope.scaling.type", "none"),
                             "rope_theta": float(_plain(own.get("rope.freq_base", 10_000.0)))}  # fmt: skip
     width, turned = given["head_dim"], own.get("rope.dimension_count", given["head_dim"])

@@ -66,7 +66,6 @@ def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path:
 
 
 def _largest_features(x: jax.Array, count: int) -> jax.Array:
-    """Marks the features of x [..., F] with the largest |x|, [F] bool."""
     size = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)))
     return jnp.zeros(size.shape, bool).at[jax.lax.top_k(size, min(count, size.size))[1]].set(True)
 

@@ -192,6 +192,5 @@ def markdown(report: Report) -> str:
 
 
 def _claim(of: Verdict) -> str:
-    """Returns a claim as an item of a list, with its numbers and its criterion below."""
     lines = [*of.numbers, *([f"Criterion: {of.criterion}."] if of.criterion else []), *(f"{r}." for r in of.remarks)]
     return "\n".join([f"**{of.verdict}**: {escape_markdown(of.says)}", *(f"   - {escape_markdown(x)}" for x in lines)])

@@ -116,7 +116,6 @@ def _in_percent(axis: "Axis", *of: Quantity) -> None:
 
 
 def _complete(result: Result, *of: Quantity) -> bool:
-    """Returns whether every seed has several metrics."""
     return all(len(result.values(quantity)) == len(result.seeds) for quantity in of)
 
 

@@ -132,8 +132,6 @@ def read_optimizer_state(step_folder: Path) -> Any:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns the SHA-256 of files in a folder by name, computed several at a time."""
-
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -71,7 +71,6 @@ def validation_loss_nats(
 
 
 def _mean(sums: Any) -> float:
-    """Returns the mean of several (sum, count), on the host in float64."""
     totals, counts = zip(*jax.device_get(sums), strict=True)
     return sum(map(float, totals)) / sum(map(float, counts))
 

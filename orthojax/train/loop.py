@@ -163,7 +163,6 @@ class _Run:
         return False
 
     def _save(self, step: int, state: TrainState, *, stopping: bool) -> None:
-        """Saves a checkpoint, if the schedule asks for it or the run stops after this step."""
         if not stopping and not self.config.train.saves_at(step):
             return
         self.log.flush()
@@ -183,7 +182,7 @@ def check_workdir(workdir: Path, config: Config) -> None:
         if os.path.lexists(path) and not os.path.isdir(path):  # pathlib raises for names that are too long
             kind = "a file" if os.path.isfile(path) else "no folder"
             raise UserError(f"workdir {workdir}: {path} is {kind}", allowed="a folder, new or of an earlier call")
-    before = _read_config(workdir)
+    before = _kept_config(workdir)
     if before is not None:
         require_same_config(config, before, workdir)
 
@@ -221,7 +220,7 @@ def claimed(workdir: Path, config: Config) -> Iterator[Callable[[], None]]:
 
 def keep_config(workdir: Path, config: Config) -> None:
     """Writes config.json, which becomes the newest config if a run resumes; every checkpoint holds its own."""
-    if _read_config(workdir) != config:
+    if _kept_config(workdir) != config:
         write_text(workdir / "config.json", to_json(config) + "\n")
 
 
@@ -233,7 +232,7 @@ def keep_tokenizer(workdir: Path, path: Path | None) -> None:
         write_atomically(copy, lambda file: file.write(content))
 
 
-def _read_config(workdir: Path) -> Config | None:
+def _kept_config(workdir: Path) -> Config | None:
     path = workdir / "config.json"
     if not os.path.lexists(path):
         return None

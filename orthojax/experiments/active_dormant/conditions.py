@@ -189,7 +189,6 @@ def _runs(scale: str) -> dict[str, Config]:
 
 
 def _removes(method: str) -> list[Claim]:
-    """Returns the claims that a method removes what vanilla has in every seed: the sink, the drain and the peak."""
     of = f"{method}_*"
     removed = {
         "sink": (SINK_MASS[of] < 0.2, SINK_MASS[_V] >= 0.2),

@@ -232,7 +232,6 @@ KEY_MASS = Measure("keys", _measure_keys)
 
 
 def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
-    """Computes the measures of From Attention to Activation, and perplexity at every quantisation setting."""
     tokens = split_tokens(inputs.evaluation, loaded.config.model)[0]
     batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
     found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))

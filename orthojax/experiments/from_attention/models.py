@@ -81,7 +81,6 @@ def _small_run(model: str, length: int = 128) -> Config:
 
 
 def _paper_run(model: str, length: int = 256) -> Config:
-    """Returns a run with softmax and Adam on C4, as in the paper."""
     return replace(config(f"paper/{model}"), {"data.sequence_length": length})
 
 

@@ -146,8 +146,6 @@ def _runs(recipes: _Recipes, steps: Mapping[str, int] = {}) -> dict[str, Config]
 
 
 def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Claim:
-    """Returns the claim that recipes with more of a metric lose more to a format."""
-
     def rho(of: Sequence[Result]) -> float:
         of = [result for result in of if result.seeds]
         if len(of) < 7:

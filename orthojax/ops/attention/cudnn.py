@@ -541,7 +541,6 @@ def widest_head() -> int:
 
 
 def _library_folders() -> list[Path]:
-    """Returns the folders of the libraries of CUDA 13 wheels."""
     package = importlib.util.find_spec("nvidia")
     places = [] if package is None else package.submodule_search_locations or []
     return [folder for place in places if (folder := Path(place) / "cu13" / "lib").is_dir()]
