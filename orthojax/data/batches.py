@@ -10,15 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from orthojax.config import DataConfig
-from orthojax.data.preparation import (
-    FORMAT_VERSION,
-    Part,
-    Progress,
-    open_token_file,
-    prepare,
-    repeat_passages,
-    text_parts,
-)
+from orthojax.data import preparation
 from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
@@ -40,7 +32,7 @@ class Dataset:
     provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
-def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> Dataset:
+def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: preparation.Progress | None = None) -> Dataset:
     """Opens the tokens that a config names, tokenising the text the first time.
 
     The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one. Kind
@@ -52,8 +44,8 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)
-    parts = text_parts(list(config.paths) or None, ["train", "validation"])
-    rules = [FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
+    parts = preparation.text_parts(list(config.paths) or None, ["train", "validation"])
+    rules = [preparation.FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
     if config.repeated_share:
         parts = [_repeated(part, config.repeated_share) for part in parts]
         rules.append(config.repeated_share)
@@ -62,7 +54,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     train, validation = folder / "train.bin", folder / "validation.bin"
     if not (train.exists() and validation.exists()):
-        prepare(folder, parts, config.tokenizer, progress=progress)
+        preparation.prepare(folder, parts, config.tokenizer, progress=progress)
     return _open_pair(train, validation, config.verify)
 
 
@@ -134,14 +126,16 @@ class TokenBatches:
         return rows
 
 
-def _repeated(part: Part, share: float) -> Part:
+def _repeated(part: preparation.Part, share: float) -> preparation.Part:
     described = f"{part.source.description}, {share:.0%} of its passages repeated"
     source = dataclasses.replace(part.source, description=described)
-    return dataclasses.replace(part, source=source, text=lambda document: repeat_passages(part.text(document), share))
+    return dataclasses.replace(
+        part, source=source, text=lambda document: preparation.repeat_passages(part.text(document), share)
+    )
 
 
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
-    train, validation = (open_token_file(path, verify=verify) for path in (train_path, validation_path))
+    train, validation = (preparation.open_token_file(path, verify=verify) for path in (train_path, validation_path))
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
         problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"

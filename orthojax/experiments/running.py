@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from orthojax import train
 from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import Interrupted, NonFiniteError, UserError, nearest
 from orthojax.experiments.costs import REPEATS, step_costs
@@ -23,16 +24,6 @@ from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, StudyResults, results_of
 from orthojax.files import finite, identity, kept, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
-from orthojax.train import (
-    DivergedError,
-    Inputs,
-    check_workdir,
-    find_checkpoint,
-    load,
-    open_inputs,
-    require_same_data,
-    train,
-)
 
 _SECONDS_BETWEEN_LINES = 10.0
 _BYTES_OF_A_RUN = 2e9  # of host memory, for as many concurrent runs as there are cores
@@ -155,10 +146,13 @@ def _trained(
     command: Sequence[str],
 ) -> dict[str, Any]:
     say = _Ticker("text")
-    for config in {_data_of(run.config): run.config for run in runs}.values():
+    data_of = lambda config: (replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval)  # noqa: E731
+    for config in {data_of(run.config): run.config for run in runs}.values():
         if config.data.kind != "bigram_backcopy":  # whose evaluation rows are drawn on a device, by each process
             # Tokenises once, before several processes need it.
-            open_inputs(config, cache_dir, progress=lambda what, done, total, *_: say(f"{what} {done / total:.0%}"))
+            train.open_inputs(
+                config, cache_dir, progress=lambda what, done, total, *_: say(f"{what} {done / total:.0%}")
+            )
     at_once = min(len(runs), jobs or default_jobs())
     if any((run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) != (1, 1, 1) for run in runs):
         at_once = 1  # such a run takes all devices
@@ -179,10 +173,6 @@ def _trained(
     return {"provenance": _provenance(seeds, list(sources.values()), seconds), "rows": rows}
 
 
-def _data_of(config: Config) -> object:
-    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval
-
-
 def _provenance(seeds: Sequence[int], data: list[Any], seconds: float) -> dict[str, Any]:
     return environment() | {"seeds": list(seeds), "data": data, "wall_seconds": round(seconds, 1)}
 
@@ -195,7 +185,7 @@ def _row(run: Run) -> dict[str, Any]:
 def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     """Trains and measures what a run still lacks, and returns its row; with `failed` if it diverged."""
     make_folder(run.folder, "folder of a run")
-    inputs = open_inputs(run.config, cache_dir)
+    inputs = train.open_inputs(run.config, cache_dir)
     row = _row(run) | {"data": inputs.provenance}
     say = _Ticker(str(run))
     try:
@@ -210,7 +200,7 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
             row["seconds"] = note["seconds"]
 
         def loaded() -> Any:
-            model = load(checkpoint)._replace(config=run.config)
+            model = train.load(checkpoint)._replace(config=run.config)
             if run.given and run.given.other_data:
                 require_same_ids(model, inputs, run.variant)
             return model
@@ -223,7 +213,7 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     return row
 
 
-def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
+def _require_same_given(run: Run, checkpoint: Path, inputs: train.Inputs) -> None:
     """Notes which files and data an existing model is measured with; UserError if what is stored is of others."""
     texts = {"files": repr(identity(checkpoint)), "data": json.dumps(inputs.provenance, sort_keys=True)}
     now = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -244,12 +234,12 @@ class _Ticker:
             print(f"{self._name}: {message} ({passed:.0f} s)", file=sys.stderr, flush=True)
 
 
-def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
+def _train(run: Run, inputs: train.Inputs, say: _Ticker) -> Path:
     """Trains a run to its end, unless an earlier call did, and returns its last checkpoint."""
     diverged, steps = run.folder / "diverged.txt", run.config.train.steps
-    check_workdir(run.folder, run.config)
+    train.check_workdir(run.folder, run.config)
     if diverged.exists():  # a deterministic run diverges again
-        raise DivergedError(f"{diverged.read_text().strip()}\ndelete {diverged} to train it again")
+        raise train.DivergedError(f"{diverged.read_text().strip()}\ndelete {diverged} to train it again")
     if not (run.folder / "trained.json").exists():
         started, kurtosis = time.monotonic(), ""  # at the last probe
         try:
@@ -260,14 +250,14 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
                     kurtosis = f", kurtosis {line['kurtosis_first']:.1f}"
 
             on_step = lambda step, loss: say(f"step {step:,} of {steps:,}, loss {loss:.2f}{kurtosis}")  # noqa: E731
-            train(run.config, inputs, run.folder, on_step=on_step, on_line=on_line)
-        except DivergedError as error:
+            train.train(run.config, inputs, run.folder, on_step=on_step, on_line=on_line)
+        except train.DivergedError as error:
             write_text(diverged, f"{error}\n")
             raise
         seconds = round(time.monotonic() - started, 1)
         write_with_digest(run.folder / "trained.json", environment() | {"seconds": seconds})
-    checkpoint = find_checkpoint(run.folder)
-    require_same_data(checkpoint, inputs.provenance)  # also of a run that an earlier call finished
+    checkpoint = train.find_checkpoint(run.folder)
+    train.require_same_data(checkpoint, inputs.provenance)  # also of a run that an earlier call finished
     return checkpoint
 
 

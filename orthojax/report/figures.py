@@ -51,12 +51,6 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _whole_numbers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator("auto", integer=True)
-
-
 def _literal(text: str) -> str:
     """Escapes what matplotlib would read as a formula."""
     return text.replace("$", r"\$")
@@ -102,7 +96,7 @@ def lines(
             axes.set(title=_literal(title), xscale=x_scale, yscale=y_scale)
             axes.set_xlabel(x_label if across > 1 or axes is grid[-1, 0] else "")
             if whole:
-                axes.xaxis.set_major_locator(_whole_numbers())
+                axes.xaxis.set_major_locator(plt.MaxNLocator("auto", integer=True))
         grid[0, 0].set_ylabel(textwrap.fill(y_label, 34))
         _finish(figure, list(grid.flat), len(panels), x_scale, y_scale)
     return figure
@@ -275,7 +269,7 @@ def maps(
             axes.set_facecolor("#000004")
             axes.set_title(_literal(title))
             for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_locator(_whole_numbers())
+                axis.set_major_locator(plt.MaxNLocator("auto", integer=True))
             if x_ticks:
                 axes.set_xticks(range(len(x_ticks)), map(_literal, x_ticks), rotation=90)
             if y_ticks:

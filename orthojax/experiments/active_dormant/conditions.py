@@ -12,20 +12,8 @@ from collections.abc import Iterator
 from orthojax import quant
 from orthojax.config import Config, replace
 from orthojax.experiments import claims as c
-from orthojax.experiments.active_dormant import measures
+from orthojax.experiments.active_dormant import measures, runs
 from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_DRAIN, TOP_PEAK
-from orthojax.experiments.active_dormant.runs import (
-    EARLY,
-    ORTHOADAM,
-    SCALES,
-    SEEDS,
-    SGD,
-    SHOWN,
-    Setting,
-    backcopy,
-    row,
-    short,
-)
 from orthojax.experiments.claims import Claim, Expr, Metric
 from orthojax.experiments.study import Row, Study, grid
 from orthojax.formatting import share
@@ -46,7 +34,7 @@ def _in_later_layers(name: str) -> list[Expr]:
 BACKCOPY_RULES = Study(
     name="backcopy_rules",
     title="Tasks around Bigram-Backcopy: no BOS and two, a delimiter, in-context and backward bigrams, Markov",
-    runs=lambda scale: grid(backcopy(scale), {
+    runs=lambda scale: grid(runs.backcopy(scale), {
         "bos": {},
         "two_bos": {"data.bos_tokens": 2},
         # Without <s> the first token differs between sequences, and there is no single residual state to follow.
@@ -57,8 +45,8 @@ BACKCOPY_RULES = Study(
         "half": {"data.other_rule_probability": 0.5},
         "in_context": {"data.rule": "in_context_bigram", "model.num_layers": 3},
     }),
-    scales=SCALES,
-    seeds=SEEDS,
+    scales=runs.SCALES,
+    seeds=runs.SEEDS,
     measures=(measures.KEY_MASS,),
     note="One layer, three for the in-context bigram; excess risks are above the exact oracle of each task; with half "
     "the probability of a copy is 1/2. The most attended token is that with most weight above what equal weights would "
@@ -107,7 +95,7 @@ _SKIP = {"data.rule": "skip_bigram"}
 NEEDED_HEAD = Study(
     name="needed_head",
     title="No sink if every query needs the head, and one at triggers if only these do not",
-    runs=lambda scale: grid(short(), {
+    runs=lambda scale: grid(runs.short(), {
         "backcopy": {},
         "skip": _SKIP,
         "reverse": _SKIP | {"data.other_rule": "markov", "data.other_rule_probability": 1.0},
@@ -147,8 +135,8 @@ _ATTENTION = {
 _OPTIMIZERS = {
     "adam": {"optim.weight_decay": 0.0},
     "adamw": {"optim.weight_decay": 0.01},
-    "sgd": SGD | {"optim.learning_rate": 0.1, "optim.weight_decay": 0.0},
-    "orthoadam": ORTHOADAM | {"optim.weight_decay": 0.0},
+    "sgd": runs.SGD | {"optim.learning_rate": 0.1, "optim.weight_decay": 0.0},
+    "orthoadam": runs.ORTHOADAM | {"optim.weight_decay": 0.0},
 }
 
 BREAK_CONDITIONS_MAP = Study(
@@ -156,7 +144,7 @@ BREAK_CONDITIONS_MAP = Study(
     title="Bigram-Backcopy: sinks, drains and peaks by depth, optimizer and attention; one seed, 1,000 steps",
     runs=lambda scale: grid(
         # Scanned, so that six layers compile as fast as one.
-        replace(backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
+        replace(runs.backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
                              "train.probe": ""}),
         _ATTENTION, _OPTIMIZERS, {str(depth): {"model.num_layers": depth} for depth in range(1, 7)}),
     seeds=(1,),
@@ -175,14 +163,14 @@ _ADDED = "when one seed was there"
 
 
 def _runs(scale: str) -> dict[str, Config]:
-    base = backcopy(scale)
+    base = runs.backcopy(scale)
     softmax1 = {"model.normalizer": "softmax1"}
     softmax_n = {"model.normalizer": "softmax_n", "model.normalizer_n": float(base.data.sequence_length)}
     return grid(
         base,
         {"": {}},
-        {"vanilla": {}, "softmax1": softmax1, "orthoadam": ORTHOADAM, "cured": softmax1 | ORTHOADAM,
-         "softmaxn": softmax_n, "curedn": softmax_n | ORTHOADAM},
+        {"vanilla": {}, "softmax1": softmax1, "orthoadam": runs.ORTHOADAM, "cured": softmax1 | runs.ORTHOADAM,
+         "softmaxn": softmax_n, "curedn": softmax_n | runs.ORTHOADAM},
         {str(depth): {"model.num_layers": depth} for depth in (1, 2, 3)},
         {"layernorm": {}, "rmsnorm_single": {"model.norm": "rmsnorm_single"}},
     )  # fmt: skip
@@ -203,8 +191,8 @@ BACKCOPY_CURE = Study(
     name="backcopy_cure",
     title="Bigram-Backcopy under the cure: softmax-1 and OrthoAdam against sinks, drains and peaks, by depth and norm",
     runs=_runs,
-    scales=SCALES,
-    seeds=SEEDS,
+    scales=runs.SCALES,
+    seeds=runs.SEEDS,
     measures=(measures.OUTLIER_MEASURES,),
     note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n, n "
     "the length of a sequence. Names give method, layers and norm.",
@@ -243,7 +231,7 @@ BACKCOPY_CURE = Study(
 # direction at the start, unless keys have a bias.
 _COPY = Metric("backcopy_risk_nats")
 _SINK, _RATIO, _GAP = Metric("sink_attention_rest"), Metric("value_ratio"), Metric("sink_logit_gap")
-_EARLY = Metric(f"attention to <s>, mean over {EARLY} steps", lambda of: of["early_sink"], share)
+_EARLY = Metric(f"attention to <s>, mean over {runs.EARLY} steps", lambda of: of["early_sink"], share)
 _EFFECT = Metric("value_effect_nats")
 _NULL, _AT_START, _HIDDEN_NULL = c.shares("null_mass_rest", "null_at_start", "hidden: null_mass_rest")
 _ABOVE = Metric(
@@ -251,7 +239,7 @@ _ABOVE = Metric(
 )
 _LEARNED = ((_COPY["*"] < 0.05) & (BIGRAM["*"] < 0.1)).in_every_seed()
 _SETUP = (
-    f"One layer of width 64, {SHOWN[-1]:,} steps of 32 x 64 tokens, Adam with rate 3e-3, b2 0.99, decay 1e-4, in "
+    f"One layer of width 64, {runs.SHOWN[-1]:,} steps of 32 x 64 tokens, Adam with rate 3e-3, b2 0.99, decay 1e-4, in "
     "float32; measured on 256 held-out sequences."
 )
 _FREE, _HELD, _MASKED = "free_visible", "others_visible", "free_masked"
@@ -259,14 +247,14 @@ _FREE, _HELD, _MASKED = "free_visible", "others_visible", "free_masked"
 
 def _reinforced(seed: int) -> Iterator[Row]:
     settings = {
-        _FREE: Setting(),
-        _MASKED: Setting(hidden=True),
-        _HELD: Setting(value="others"),
-        "others_masked": Setting(value="others", hidden=True),
-        "initial_visible": Setting(value="initial"),
-        "drained_visible": Setting(value="drained"),
+        _FREE: runs.Setting(),
+        _MASKED: runs.Setting(hidden=True),
+        _HELD: runs.Setting(value="others"),
+        "others_masked": runs.Setting(value="others", hidden=True),
+        "initial_visible": runs.Setting(value="initial"),
+        "drained_visible": runs.Setting(value="drained"),
     }
-    return (row(name, setting, seed) for name, setting in settings.items())
+    return (runs.row(name, setting, seed) for name, setting in settings.items())
 
 
 SINK_REINFORCEMENT = Study(
@@ -320,7 +308,7 @@ def _nulls(seed: int) -> Iterator[Row]:
         "no_bos": softmax1 | {"data.bos_tokens": 0},
     }
     for name, of in changes.items():
-        yield row(name, Setting(short(**of), hidden=name == "hidden", both_views=True), seed)
+        yield runs.row(name, runs.Setting(runs.short(**of), hidden=name == "hidden", both_views=True), seed)
 
 
 def _triggers_instead(variant: str, says: str) -> Claim:
@@ -360,3 +348,5 @@ SOFTMAX1_SINKS = Study(
     ],
     pictures=[ByStep("sink_attention_rest"), ByStep([_NULL])],
 )  # fmt: skip
+
+STUDIES = (BACKCOPY_RULES, NEEDED_HEAD, BREAK_CONDITIONS_MAP, BACKCOPY_CURE, SOFTMAX1_SINKS, SINK_REINFORCEMENT)

@@ -391,3 +391,5 @@ EQUAL_TIME = Study(
                        for name in ("adam", "cured", "muon", "adam_gate", "osp"))),
     ],
 )  # fmt: skip
+
+STUDIES = (BREAKS, TUNING, PREVENTIONS, PARTS, SINKS, COSTS, RATES, EQUAL_TIME, KV_CACHE)
