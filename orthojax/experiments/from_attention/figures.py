@@ -9,9 +9,8 @@ import numpy as np
 from orthojax.config import replace
 from orthojax.experiments import claims as c
 from orthojax.experiments.claims import ByLayer, Claim, Expr, Metric
-from orthojax.experiments.from_attention import channels, measures, rotations
+from orthojax.experiments.from_attention import channels, measures, models, rotations
 from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, retested, variants
-from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.study import Row, Study
 from orthojax.ops.statistics import norm_ratio
 from orthojax.report import pictures
@@ -466,7 +465,7 @@ FIGURE41 = Study(
     scales=SCALES,
     also=("figure42", "figure43", "figure44"),
     measures=(measures.STABILITY,),
-    paper=TABLE_2,
+    paper=models.TABLE_2,
     note=ABOUT,
     columns=[_LOSS, "loss_spikes loss_jump_nats validation_rise_nats"],
     tables=[Paired("Final loss less that of softmax + Adam", V, "*_softmax1 *_orthoadam *_cured", (), [_LOSS])],
