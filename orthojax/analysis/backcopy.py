@@ -200,10 +200,9 @@ def logit_sums(
 ) -> dict[str, SumAndCount]:
     """Sums the logits of one batch for `logit_summary`, with tokens int [B, T] of V ids; sums of two batches add up.
 
-    Returns:
-      Name -> (sum, number of terms), with a last axis of N heads in the sum; `sink_logit` and `sink_logit_squared` over
-      queries; `gap_of_token` over the queries of each token, [V, N] and [V]; `logit_of_token` and
-      `logit_of_token_squared` over the pairs of a query and another key, by the token of the key, [V, N] and [V].
+    Returns name -> (sum, number of terms), with a last axis of N heads in the sum; `sink_logit` and
+    `sink_logit_squared` over queries; `gap_of_token` over the queries of each token, [V, N] and [V]; `logit_of_token`
+    and `logit_of_token_squared` over the pairs of a query and another key, by the token of the key, [V, N] and [V].
     """
     on_bos, logits, between, dormant = _split(logits, is_trigger, bos_count, visible)
     token = jax.nn.one_hot(tokens, vocab_size, dtype=logits.dtype)  # [B, T, V]
@@ -225,13 +224,12 @@ def logit_sums(
 def logit_summary(means: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Computes metrics on the host from `logit_sums`, given as sum / number of terms by name with any axes in front.
 
-    Returns:
-      For each head `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap` over the
-      tokens of the query, however often each occurs, and `sink_logit_gap_q10` and `_q90`, its quantiles over them: the
-      line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the logit on BOS over
-      queries; `other_logit_spread`, the mean over all other tokens of the standard deviation of logits on keys with
-      that token. The logits on BOS are concentrated if `sink_logit_spread` is the smaller. nan if nothing was seen.
-      Sums are float32: a spread below a thousandth of the logits' size is not resolved.
+    Returns for each head `sink_logit`, the mean logit on BOS; `sink_logit_gap_tokens`, the mean of `sink_logit_gap`
+    over the tokens of the query, however often each occurs, and `sink_logit_gap_q10` and `_q90`, its quantiles over
+    them: the line and the band of the paper's Figure 4; `sink_logit_spread`, the standard deviation of the logit on BOS
+    over queries; `other_logit_spread`, the mean over all other tokens of the standard deviation of logits on keys with
+    that token. The logits on BOS are concentrated if `sink_logit_spread` is the smaller. nan if nothing was seen. Sums
+    are float32: a spread below a thousandth of the logits' size is not resolved.
     """
     of_token, of_token_squared = (np.asarray(means[f"logit_of_token{end}"], float) for end in ("", "_squared"))
     mean, squared = (np.asarray(means[f"sink_logit{end}"], float) for end in ("", "_squared"))

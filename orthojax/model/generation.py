@@ -125,14 +125,8 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
 
     The predictions of softmax models fail as soon as the first tokens leave the window, and hold with some of them as
     sinks: StreamingLLM, arXiv 2309.17453, Table 1. Tokens are int [T + 1] or [B, T + 1]; the first is only read;
-    `window` and `sinks` are those of `stream`.
-
-    Returns:
-      float32 [T] or [B, T], in nats.
-
-    Raises:
-      ValueError: As for `stream`; also for a model whose first tokens see each other, and so the tokens that they
-        predict.
+    `window` and `sinks` are those of `stream`. Returns float32 [T] or [B, T], in nats. Raises ValueError as for
+    `stream`; also for a model whose first tokens see each other, and so the tokens that they predict.
     """
     check_options(1, window=window, sinks=sinks)
     ids = _token_ids(loaded, tokens, fewest=2)

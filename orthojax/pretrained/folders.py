@@ -141,11 +141,8 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
     """Reads a folder of config.json and safetensors, as transformers and `write_folder` write it.
 
-    Returns:
-      The config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first device.
-
-    Raises:
-      UserError: For an unknown family, a config field or tensor that is not understood, or damaged files.
+    Returns the config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first
+    device. Raises UserError for an unknown family, a config field or tensor that is not understood, or damaged files.
     """
     config, family = _config_and_family(folder)
     rows, ignored = (own_rows(config), ()) if family is None else (_rows(family), family.ignored)

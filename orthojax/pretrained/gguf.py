@@ -78,11 +78,8 @@ _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
     """Reads the model of a .gguf file.
 
-    Returns:
-      The config, and parameters as `Transformer(config).init` returns them under "params", float32.
-
-    Raises:
-      UserError: For an unknown architecture, metadata or a tensor that is not understood, or a damaged file.
+    Returns the config, and parameters as `Transformer(config).init` returns them under "params", float32. Raises
+    UserError for an unknown architecture, metadata or a tensor that is not understood, or a damaged file.
     """
     file = open_gguf(path)
     config, family = _config_and_family(file, path)

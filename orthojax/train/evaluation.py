@@ -133,10 +133,9 @@ def evaluate_by_head(
 ) -> tuple[Metrics, dict[str, np.ndarray], analysis.Extremes | None]:
     """Measures every head and the extremes of a model in float as well, with or without interventions.
 
-    Returns:
-      The metrics of `evaluate`, for text also `null_mass`, `attention_entropy_nats`, `sink_logit_gap` and those of
-      `analysis.observe_predictors`; by name the arrays [L, N] of what is measured by head, for text also
-      `max_abs_by_channel` [L, D]; and for text the extremes of all layers and rows.
+    Returns the metrics of `evaluate`, for text also `null_mass`, `attention_entropy_nats`, `sink_logit_gap` and those
+    of `analysis.observe_predictors`; by name the arrays [L, N] of what is measured by head, for text also
+    `max_abs_by_channel` [L, D]; and for text the extremes of all layers and rows.
     """
     return _measure(loaded, inputs, interventions, by_head=True)
 

@@ -63,9 +63,7 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
     """Puts a batch of B = `count` rows on the devices; a process reads only the rows of its own devices.
 
     Nothing is communicated, so a background thread may call it. `read` is (start, stop) -> rows [stop - start, ...].
-
-    Returns:
-      [B, ...], split over `data` and `fsdp` if these divide B, else whole on every device.
+    Returns [B, ...], split over `data` and `fsdp` if these divide B, else whole on every device.
     """
     if mesh is None:
         return jax.device_put(read(0, count))

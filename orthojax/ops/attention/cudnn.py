@@ -365,13 +365,10 @@ def attend(inputs: AttentionInputs) -> jax.Array:
     """Computes attention by the kernel, for inputs that `unsupported` does not refuse.
 
     A bias is rounded to the dtype of the query, and the scale is fixed when compiled. If values have another width than
-    keys, the narrower ones are padded with zeros, since the kernel has one width.
-
-    Returns:
-      [B, T, N, V] in the dtype of the query. Rows that see no key are zero if there is a finite sink, and what cuDNN
-      makes of them for "softmax" and a sink of -inf, gradients included (NaN for a key length of 0); queries beyond
-      their length are zero. In float16 a mask hides logits up to 2^15 only. Saved for the backward pass under
-      `ATTENTION_NAME`.
+    keys, the narrower ones are padded with zeros, since the kernel has one width. Returns [B, T, N, V] in the dtype of
+    the query. Rows that see no key are zero if there is a finite sink, and what cuDNN makes of them for "softmax" and a
+    sink of -inf, gradients included (NaN for a key length of 0); queries beyond their length are zero. In float16 a
+    mask hides logits up to 2^15 only. Saved for the backward pass under `ATTENTION_NAME`.
     """
     H, V = inputs.query.shape[3], inputs.value.shape[3]
     if H != V:
