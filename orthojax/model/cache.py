@@ -71,12 +71,10 @@ class CachedLayer(NamedTuple):
         return key, value
 
 
-def init_cache(
-    config: ModelConfig, batch: int, size: int, dtype: jax.typing.DTypeLike | None = None, *, sinks: int = 0
-) -> KVCache:
+def init_cache(config: ModelConfig, batch: int, size: int, *, sinks: int = 0) -> KVCache:
     """Makes an empty cache of `size` slots, the most keys that a query sees, for a batch of B rows.
 
-    A `dtype` of None means `config.dtype`; the first `sinks` tokens stay when the cache is full. Raises ValueError for
+    It has the dtype of the config; the first `sinks` tokens stay when the cache is full. Raises ValueError for
     a model whose tokens see later ones, no slots, sinks that leave no slot for other tokens, or more slots than learned
     positions.
     """
@@ -90,8 +88,7 @@ def init_cache(
     if config.position == "learned" and size > config.max_length:
         allowed = f"at most the model's max_length={config.max_length}, since its positions are learned"
         raise UserError(f"a cache of {size} tokens", allowed=allowed)
-    dtype = config.dtype if dtype is None else dtype
-    keys, values = (jnp.zeros(shape, dtype) for shape in _shapes(config, batch, size))
+    keys, values = (jnp.zeros(shape, config.dtype) for shape in _shapes(config, batch, size))
     return KVCache(keys, values, jnp.int32(0), jnp.int32(sinks))
 
 
