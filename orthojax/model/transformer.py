@@ -308,12 +308,7 @@ def prefix_lengths(tokens: jax.Array, config: ModelConfig) -> jax.Array:
 
 @functools.cache
 def parameter_shapes(config: ModelConfig) -> Any:
-    """Returns the parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed, and the tree is shared.
-
-    >>> shapes = parameter_shapes(ModelConfig(vocab_size=7, d_model=4, num_heads=2, d_mlp=8))
-    >>> shapes["token_embedding"]["embedding"].shape
-    (7, 4)
-    """
+    """Returns the parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed, and the tree is shared."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
 

@@ -21,10 +21,6 @@ def kernel_product(
 
     x [..., in] and a kernel [in, out], or [out, in] with `contract=1`, give [..., out]; `preferred_element_type` is the
     dtype of the sums and of the result, by default that of the operands.
-
-    >>> import jax.numpy as jnp
-    >>> kernel_product(jnp.ones((2, 5, 3)), jnp.ones((4, 3)), contract=1).shape
-    (2, 5, 4)
     """
     rows, dtype = _as_rows(x), jnp.promote_types(x.dtype, kernel.dtype)
     contracted = ((rows.ndim - 1,), (contract,))
