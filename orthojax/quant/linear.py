@@ -44,12 +44,6 @@ def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
     return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs or "tensor"]
 
 
-def _fake_quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
-    if setting.inputs == "block":
-        return _in_blocks(x, setting, (-1,))
-    return _fake_quantize(x, setting, setting.input_bits, _input_axes(x, setting))
-
-
 def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
     """Rounds a kernel [..., in, out]; UserError if the size of a group does not divide `in`."""
     # Any axes before the last two stack independent kernels.
@@ -111,7 +105,10 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
             kept = _largest_features(a, setting.float_features)
             floats = float_linear(jnp.where(kept, a, 0), w, None, path)
             a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
-        a = a if setting.inputs is None else _fake_quantize_inputs(a, setting)
+        if setting.inputs == "block":
+            a = _in_blocks(a, setting, (-1,))
+        elif setting.inputs is not None:
+            a = _fake_quantize(a, setting, setting.input_bits, _input_axes(a, setting))
         w = _fake_quantize_kernel(w, setting, path)
         y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
         y = y if setting.outputs is None else round_outputs(y)
