@@ -90,7 +90,7 @@ def largest_activations(extremes: Extremes, tokens: np.ndarray) -> list[Activati
         token = int(tokens[row, position])
         at = int(layer[row, position])
         found.append(Activation(largest, over, at, of_channel, token, position, rows, massive))
-    return sorted(found, key=lambda of: -of.value)[:_LISTED]
+    return sorted(found, key=lambda activation: -activation.value)[:_LISTED]
 
 
 def secondary_sinks(extremes: Extremes, tokens: np.ndarray) -> list[SecondarySink]:
@@ -110,4 +110,4 @@ def secondary_sinks(extremes: Extremes, tokens: np.ndarray) -> list[SecondarySin
         layer, row, key = place = max(places, key=lambda of: mass[of])
         rows, layers = (len({of[axis] for of in places}) for axis in (1, 0))
         found.append(SecondarySink(float(mass[place]), layer, int(head[place]), token, key, rows, layers))
-    return sorted(found, key=lambda of: (-of.rows, -of.mass))[:_LISTED]
+    return sorted(found, key=lambda sink: (-sink.rows, -sink.mass))[:_LISTED]

@@ -86,8 +86,8 @@ def observe_language_model(
             kind = maximum if name.endswith("_maximum") else means
             kind[prefix + name] = getattr(activations, name)(hidden, **(rest if "_rest" in name else {}))
         if special is not None:
-            found = activations.special_sums(hidden, special)
-            sums |= {prefix + name: pair for name, pair in found.items()}
+            massive = activations.special_sums(hidden, special)
+            sums |= {prefix + name: pair for name, pair in massive.items()}
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
@@ -238,8 +238,8 @@ def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
 
 
 def _of_hidden_states(name: str) -> bool:
-    found = define(name)
-    return found is not None and found.group == "hidden states"
+    definition = define(name)
+    return definition is not None and definition.group == "hidden states"
 
 
 def _means(statistics: Statistics) -> dict[str, np.ndarray]:

@@ -52,13 +52,13 @@ class _Header:
         elif kind != _ARRAY:
             self.skip(self._bytes(kind, name), name)
         else:
-            of, count = self.number("I", name), self.number("Q", name)
-            if of == _ARRAY:
+            element, count = self.number("I", name), self.number("Q", name)
+            if element == _ARRAY:
                 raise self.refuse(f"{name} is an array of arrays")
-            self.require(count * self._bytes(of, name), f"{name}, {count:,} values,")
-            for _ in range(count if of == _STRING else 0):
+            self.require(count * self._bytes(element, name), f"{name}, {count:,} values,")
+            for _ in range(count if element == _STRING else 0):
                 self.skip(self.number("Q", name), name)
-            self.skip(0 if of == _STRING else count * _BYTES[of], name)
+            self.skip(0 if element == _STRING else count * _BYTES[element], name)
 
     def _bytes(self, kind: int, name: str) -> int:
         if kind not in _LEAST:

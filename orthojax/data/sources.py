@@ -130,7 +130,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
     there are any; patterns are such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a folder is named by its
     path there, others by their last part.
     """
-    found: list[tuple[str, Path]] = []
+    all_files: list[tuple[str, Path]] = []
     for path in map(Path, paths):
         if os.path.isdir(path):
             named = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
@@ -148,10 +148,10 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
             files = [(path.name, path)]
         if not files:
             raise UserError(f"there are no files in {path}", allowed="paths of text files, folders or patterns")
-        found += files
-    if not found:
+        all_files += files
+    if not all_files:
         raise UserError("no text files", allowed="at least one path")
-    return found
+    return all_files
 
 
 def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
@@ -175,8 +175,8 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
     for address in addresses:
         try:
             system, path = fsspec.core.url_to_fs(address)
-            found = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
-            for file in (file for file in found if _format(PurePosixPath(file)) in _FORMATS):
+            stored = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
+            for file in (file for file in stored if _format(PurePosixPath(file)) in _FORMATS):
                 name, size = system.unstrip_protocol(file), int(system.info(file)["size"])
                 digest.update(f"{name} {size} {system.ukey(file)}\n".encode())
                 pieces.append(Piece(functools.partial(_stream, PurePosixPath(name).name, name), size))
@@ -241,9 +241,9 @@ def _listed(names: Sequence[str], paths: Sequence[str]) -> str:
         return ", ".join(names)
     kinds = {PurePosixPath(name).suffix for name in names}
     parts = [PurePosixPath(path).parts for path in paths]
-    folders_of = zip(*(of[:-1] for of in parts), strict=False)
+    folders_of = zip(*(folder[:-1] for folder in parts), strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders_of))
-    folders = {of[shared] for of in parts if len(of) > shared + 1}
+    folders = {folder[shared] for folder in parts if len(folder) > shared + 1}
     kind = f"{kinds.pop()} files".strip() if len(kinds) == 1 else "files"
     return f"{len(names):,} {kind}" + (f" in {len(folders)} folders" if len(folders) > 1 else "")
 
@@ -269,16 +269,16 @@ def _text_of_json(line: bytes, where: str) -> str:
 
 def find_tfds(data_dir: Path, dataset: str) -> Path:
     """Finds the folder of a data set NAME, NAME/CONFIG or either with :VERSION, by default the highest version."""
-    found: dict[str, list[str]] = {}
+    sets: dict[str, list[str]] = {}
     for depth in ("*/*", "*/*/*"):
         for path in data_dir.glob(f"{depth}/dataset_info.json"):
             if _VERSION.match(path.parent.name):
-                found.setdefault(path.parents[1].relative_to(data_dir).as_posix(), []).append(path.parent.name)
+                sets.setdefault(path.parents[1].relative_to(data_dir).as_posix(), []).append(path.parent.name)
     name, _, version = dataset.partition(":")
-    if name not in found:
-        allowed = " | ".join(sorted(found)) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
+    if name not in sets:
+        allowed = " | ".join(sorted(sets)) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
         raise UserError(f"there is no data set {name!r} in {data_dir}", allowed=allowed)
-    versions = sorted(found[name], key=lambda each: [int(part) for part in each.split(".")])
+    versions = sorted(sets[name], key=lambda each: [int(part) for part in each.split(".")])
     if version and version not in versions:
         raise UserError(f"there is no version {version!r} of {name} in {data_dir}", allowed=" | ".join(versions))
     return data_dir / name / (version or versions[-1])

@@ -222,10 +222,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    found = backend.get_vocab_size()
-    if found != vocab_size:
-        problem = f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {found} different ids in this one"
-        raise UserError(problem, allowed=f"at most bpe:{found}, or bytes")
+    size = backend.get_vocab_size()
+    if size != vocab_size:
+        problem = f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {size} different ids in this one"
+        raise UserError(problem, allowed=f"at most bpe:{size}, or bytes")
     return from_json(backend.to_str(), f"bpe:{vocab_size}", "the trained BPE")
 
 
@@ -328,10 +328,10 @@ def _byte_level(model: Any) -> Any:
 
 
 def _bpe_size(spec: str) -> int:
-    found = re.fullmatch(r"bpe:0*([0-9]{1,7})", spec)
-    if not found or int(found[1]) < 260:
+    match = re.fullmatch(r"bpe:0*([0-9]{1,7})", spec)
+    if not match or int(match[1]) < 260:
         raise UserError(f"unknown tokenizer {spec[:40]!r}", allowed=ALLOWED, hint="did you mean 'bpe:2048'?")
-    return int(found[1])
+    return int(match[1])
 
 
 def _files(spec: str) -> list[Path]:
@@ -341,10 +341,10 @@ def _files(spec: str) -> list[Path]:
             path = locate(spec)
     if os.path.isdir(path):
         names = ["tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model"]
-        found = [name for name in names if (path / name).is_file()]
-        if not found:
+        present = [name for name in names if (path / name).is_file()]
+        if not present:
             raise UserError(f"tokenizer {spec!r} is a folder without a tokenizer", allowed=" | ".join(names))
-        path = path / found[0]
+        path = path / present[0]
     files = [path, path.with_name("merges.txt")] if path.name == "vocab.json" else [path]
     for file in files:
         if not os.path.lexists(file):
@@ -374,11 +374,11 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
         words, generation, model = (_read(path / name) for name in names)
         begins = [words.get("bos_token"), generation.get("bos_token_id"), model.get("bos_token_id")]
         ends = [words.get("eos_token")]
-        for of in (generation, model):
-            value = of.get("eos_token_id")
+        for config in (generation, model):
+            value = config.get("eos_token_id")
             ends += value if isinstance(value, list) else [value]
-    bos_id = next((found for value in begins if (found := _id(tokenizer, value)) is not None), tokenizer.bos_id)
-    stop_ids = {found for value in ends if (found := _id(tokenizer, value)) is not None}
+    bos_id = next((token_id for value in begins if (token_id := _id(tokenizer, value)) is not None), tokenizer.bos_id)
+    stop_ids = {token_id for value in ends if (token_id := _id(tokenizer, value)) is not None}
     return dataclasses.replace(tokenizer, bos_id=bos_id, stop_ids=tuple(sorted(stop_ids)))
 
 

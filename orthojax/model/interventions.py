@@ -168,22 +168,22 @@ def scale_first(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x * jnp.where(first, factor.reshape(1, 1, *factor.shape).astype(x.dtype), 1)
 
 
-def force_weights(weights: jax.Array, given: Interventions) -> jax.Array:
+def force_weights(weights: jax.Array, interventions: Interventions) -> jax.Array:
     """Replaces the model's attention weights [B, N, T, S] by the forced ones."""
-    if given.forced_weights is None or given.forced_share is None:
+    if interventions.forced_weights is None or interventions.forced_share is None:
         return weights
-    share = given.forced_share
-    return blend(weights, given.forced_weights, share.reshape(1, share.shape[0], -1, 1))
+    share = interventions.forced_share
+    return blend(weights, interventions.forced_weights, share.reshape(1, share.shape[0], -1, 1))
 
 
-def intervene(x: jax.Array, given: Interventions, part: Literal["attention", "mlp"]) -> jax.Array:
+def intervene(x: jax.Array, interventions: Interventions, part: Literal["attention", "mlp"]) -> jax.Array:
     """Scales, then replaces what a part adds to the residual stream, [B, T, D]."""
-    scale, first = getattr(given, f"{part}_scale"), getattr(given, f"first_{part}_scale")
+    scale, first = getattr(interventions, f"{part}_scale"), getattr(interventions, f"first_{part}_scale")
     if scale is not None:
         x = x * scale.astype(x.dtype)
     if first is not None:
         x = scale_first(x, first.reshape(1))
-    return replace(x, getattr(given, f"{part}_output"), getattr(given, f"{part}_output_share"))
+    return replace(x, getattr(interventions, f"{part}_output"), getattr(interventions, f"{part}_output_share"))
 
 
 def replace(x: jax.Array, values: jax.Array | None, share: jax.Array | None) -> jax.Array:

@@ -360,8 +360,8 @@ def hadamard_matrix(n: int) -> np.ndarray | None:
     if n < 1 or (n != 2 and n % 4):
         return None
     half = hadamard_matrix(n // 2)
-    found = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
-    return None if found is None else found.astype(np.int8)
+    matrix = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
+    return None if matrix is None else matrix.astype(np.int8)
 
 
 @functools.lru_cache(maxsize=256)

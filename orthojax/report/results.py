@@ -44,10 +44,10 @@ class Numbers:
     def layers(self, name: str) -> np.ndarray:
         """Returns `name/layer_i` of every layer, [layers]; nan for a layer that does not have it."""
         keys = [key for key in self._metrics if key.startswith(f"{name}/layer_")]
-        found = {int(layer): self[key] for key in keys if (layer := key.rpartition("_")[2]).isdigit()}
-        if not found:
+        by_layer = {int(layer): self[key] for key in keys if (layer := key.rpartition("_")[2]).isdigit()}
+        if not by_layer:
             raise Missing(f"{name}/layer_0")
-        return np.array([found.get(layer, math.nan) for layer in range(max(found) + 1)])
+        return np.array([by_layer.get(layer, math.nan) for layer in range(max(by_layer) + 1)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Quantity:
         """Whether it is a fraction of a whole, written in percent."""
         if self.of or self.show:
             return self.show is share
-        found = define(self.name)
-        return found is not None and found.fraction
+        definition = define(self.name)
+        return definition is not None and definition.fraction
 
     def text(self, value: float) -> str:
         """Formats a value."""
@@ -83,9 +83,9 @@ class Quantity:
             raise Missing(self.name) from None
 
 
-def as_quantity(given: "str | Quantity") -> Quantity:
+def as_quantity(metric: "str | Quantity") -> Quantity:
     """Returns the quantity for a metric's name; returns a quantity unchanged."""
-    return Quantity(given) if isinstance(given, str) else given
+    return Quantity(metric) if isinstance(metric, str) else metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +109,13 @@ class Result:
 
     def by_seed(self, metric: str | Quantity) -> dict[int, float]:
         """Returns the metric of every seed that has it."""
-        quantity, found = as_quantity(metric), {}
+        quantity, by_seed = as_quantity(metric), {}
         for seed, numbers in self.seeds.items():
             try:
-                found[seed] = quantity(numbers)
+                by_seed[seed] = quantity(numbers)
             except Missing:
                 continue
-        return found
+        return by_seed
 
     def values(self, metric: str | Quantity) -> list[float]:
         """Returns the values of `by_seed`."""
@@ -136,7 +136,7 @@ class Result:
 
     def only(self, seeds: Collection[int]) -> "Result":
         """Returns the same variant with some of its seeds."""
-        return dataclasses.replace(self, seeds={seed: of for seed, of in self.seeds.items() if seed in seeds})
+        return dataclasses.replace(self, seeds={seed: numbers for seed, numbers in self.seeds.items() if seed in seeds})
 
     def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
         """Reads the arrays that a measure stored for a seed, the first one if None.
@@ -204,7 +204,7 @@ class Results(Mapping[str, Result]):
         """Returns the variants that match one of several patterns, such as 'vanilla *_cured'; all if there is none."""
         if not patterns:
             return list(self.values())
-        return [of for of in self.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
+        return [each for each in self.values() if any(case_in(p, each.name) is not None for p in patterns.split())]
 
 
 def case_in(pattern: str, name: str) -> str | None:
@@ -220,15 +220,15 @@ def case_in(pattern: str, name: str) -> str | None:
     return name[len(start) : len(name) - len(end)] if fits else None
 
 
-def shared_seeds(of: Sequence[Result]) -> list[Result]:
+def shared_seeds(variants: Sequence[Result]) -> list[Result]:
     """Returns variants on the seeds that all variants trained here finished, so that means are comparable."""
-    trained = [set(result.seeds) for result in of if result.seeds and not result.given]
+    trained = [set(result.seeds) for result in variants if result.seeds and not result.given]
     if not trained or all(seeds == trained[0] for seeds in trained):
-        return list(of)
+        return list(variants)
     shared = set.intersection(*trained)
     if not shared:
         raise Missing("no seed that every variant finished")
-    return [result if result.given else result.only(shared) for result in of]
+    return [result if result.given else result.only(shared) for result in variants]
 
 
 def pairs(result: Result, reference: Result, metric: str | Quantity) -> dict[int, tuple[float, float]]:

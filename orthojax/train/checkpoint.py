@@ -149,12 +149,12 @@ def _verify(step_folder: Path, items: tuple[str, ...], share: slice = slice(None
     names = [name for name in files if name.split("/")[0] not in ARRAYS]
     names += sorted(name for name in files if name.split("/")[0] in items)[share]
     try:
-        found = _digests(step_folder, [name for name in names if (step_folder / name).is_file()])
+        digests = _digests(step_folder, [name for name in names if (step_folder / name).is_file()])
     except OSError as error:
         raise DamagedError(step_folder, _first_line(error)) from error
     for name in names:
-        if found.get(name) != files[name]:
-            problem = "does not match its checksum" if name in found else "is missing"
+        if digests.get(name) != files[name]:
+            problem = "does not match its checksum" if name in digests else "is missing"
             raise DamagedError(step_folder, f"{name} {problem}")
 
 

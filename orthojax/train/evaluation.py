@@ -77,7 +77,7 @@ def _mean(sums: Any) -> float:
 
 def settings_that_do_not_fit(loaded: LoadedModel, settings: Settings) -> dict[str, str]:
     """Returns name -> reason for settings whose groups do not divide the input features of a kernel."""
-    found = {}
+    reasons = {}
     for name, setting in settings.items():
         if setting.group_size is None:
             continue
@@ -85,8 +85,8 @@ def settings_that_do_not_fit(loaded: LoadedModel, settings: Settings) -> dict[st
         try:
             jax.eval_shape(model.apply, {"params": loaded.params}, jnp.zeros((1, 2), jnp.int32))
         except UserError as error:
-            found[name] = str(error).partition("\n")[0]
-    return found
+            reasons[name] = str(error).partition("\n")[0]
+    return reasons
 
 
 def evaluate(
@@ -282,8 +282,8 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
     whole = {"head": np.ones((L, N), np.float32), "attention": np.ones(L, np.float32), "mlp": np.ones(L, np.float32)}
 
     def loss(scales: Mapping[str, np.ndarray]) -> float:
-        given = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
-        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=given)
+        scaled = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
+        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=scaled)
 
     before, changes = loss(whole), {}
     for part, scale in whole.items():
@@ -321,8 +321,8 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     for first in range(0, len(starts), size):
         few = list(starts[first : first + size])
         few += [few[-1]] * (size - len(few))  # for one shape
-        found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
-        for at, row in dict(zip(few, found, strict=True)).items():
+        nats = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
+        for at, row in dict(zip(few, nats, strict=True)).items():
             seen = max(length - stride, 1) if at else 1  # the previous window predicted the rest
             counted = row[seen - 1 : len(tokens) - at - 1]
             total, count = total + counted.sum(), count + len(counted)
@@ -411,8 +411,8 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
             return None
         if more is not None:
             more(step, params)
-        found = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
-        return (found,) if output is None else found
+        statistics = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
+        return (statistics,) if output is None else statistics
 
     return probe
 

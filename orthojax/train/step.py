@@ -103,8 +103,8 @@ def loss_sum_nats(
     head = model.head_kernel(params)
     whole = head is None or (positions == T and logits_dtype is None)
     observe = (lambda taps: activation_penalty(taps.residual)) if penalty else observe
-    given: Any = {"interventions": interventions, "observe": observe, "head": whole}
-    output, seen = cast(Any, model.apply({"params": params}, inputs, **given))
+    options: Any = {"interventions": interventions, "observe": observe, "head": whole}
+    output, seen = cast(Any, model.apply({"params": params}, inputs, **options))
     if head is None or whole:
         total = jnp.sum(jnp.where(counted, cross_entropy_nats(output, targets), 0.0))
     else:
@@ -207,11 +207,11 @@ def make_pure_step(
     return train_step
 
 
-def _jit(function: Callable[..., Any], mesh: Mesh | None, shardings: TrainState | None, *given: PartitionSpec) -> Any:
+def _jit(function: Callable[..., Any], mesh: Mesh | None, shardings: TrainState | None, *specs: PartitionSpec) -> Any:
     """Jits (state, *arrays) -> (state, metrics), whose state is donated; `given` are the specs of the arrays."""
     if mesh is None:
         return jax.jit(function, donate_argnums=0)
-    whole, arrays = NamedSharding(mesh, PartitionSpec()), (NamedSharding(mesh, spec) for spec in given)
+    whole, arrays = NamedSharding(mesh, PartitionSpec()), (NamedSharding(mesh, spec) for spec in specs)
     return jax.jit(function, donate_argnums=0, in_shardings=(shardings, *arrays), out_shardings=(shardings, whole))
 
 
