@@ -55,7 +55,7 @@ class Published(NamedTuple):
 def _published() -> dict[str, dict[str, Published]]:
     content = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
     at = lambda of: Published(tuple(of["seeds"]), of["minutes"], of["made"])  # noqa: E731
-    return {name: {scale: at(of) for scale, of in scales.items()} for name, scales in content.items()}
+    return {name: {scale: at(published) for scale, published in scales.items()} for name, scales in content.items()}
 
 
 Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper prints
@@ -175,20 +175,20 @@ def read_results(study: Study, folder: Path, *more: Path) -> StudyResults:
     return results_of(study, raw, folder)
 
 
-def _joined(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the provenance of several results: all seeds, dates, devices, versions and data, and the sum of times."""
-    joined: dict[str, Any] = {"seeds": sorted({seed for part in of for seed in part["seeds"]})}
+    joined: dict[str, Any] = {"seeds": sorted({seed for part in parts for seed in part["seeds"]})}
     for key in ("date", "device"):
-        if found := dict.fromkeys(part[key] for part in of if key in part):
-            joined[key] = "; ".join(found)
+        if values := dict.fromkeys(part[key] for part in parts if key in part):
+            joined[key] = "; ".join(values)
     versions: dict[str, dict[str, None]] = {}
-    for name, version in (item for part in of for item in part.get("versions", {}).items()):
+    for name, version in (item for part in parts for item in part.get("versions", {}).items()):
         versions.setdefault(name, {})[version] = None
-    data = [entry for part in of for entry in part.get("data", ())]
-    joined |= {"versions": {name: " and ".join(found) for name, found in versions.items()}} if versions else {}
+    data = [entry for part in parts for entry in part.get("data", ())]
+    joined |= {"versions": {name: " and ".join(several) for name, several in versions.items()}} if versions else {}
     joined |= {"data": [entry for i, entry in enumerate(data) if entry not in data[:i]]}
-    if all("wall_seconds" in part for part in of):
-        joined["wall_seconds"] = sum(part["wall_seconds"] for part in of)
+    if all("wall_seconds" in part for part in parts):
+        joined["wall_seconds"] = sum(part["wall_seconds"] for part in parts)
     return joined
 
 
@@ -232,13 +232,13 @@ def make_report(results: StudyResults) -> Report:
         except Missing:
             continue
     judged = [judge(claim, results) for claim in study.claims]
-    untestable = {read for of in judged for case in of.cases if not case.testable for read in case.reads}
+    untestable = {read for claim in judged for case in claim.cases if not case.testable for read in case.reads}
     return Report(
         title=study.title[:1].upper() + study.title[1:],
         setting=_setting(results),
         sentences=[study.note, *_about_the_data(results)],
         headlines=_headlines(results),
-        verdicts=[as_verdict(of) for of in judged],
+        verdicts=[as_verdict(claim) for claim in judged],
         tables=[_plain(table, untestable) for table in tables],
         pictures=pictures,
         notes=_notes(results),
@@ -253,7 +253,7 @@ def _plain(table: Table, untestable: Collection[tuple[str, str]]) -> Table:
         return cell._replace(bold=False) if isinstance(cell, Cell) and (column, row) in untestable else cell
 
     return table._replace(
-        rows=[[plain(*of, row[0]) for of in zip(row, table.columns, strict=True)] for row in table.rows]
+        rows=[[plain(*cells, row[0]) for cells in zip(row, table.columns, strict=True)] for row in table.rows]
     )
 
 
@@ -272,16 +272,16 @@ def as_verdict(judged: Judged) -> Verdict:
     if claim.revised:
         why, first = claim.revised
         remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
-    of = judged.cases
-    brief = f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
-    if len(of) == 1:  # for an untestable one what it lacks, without the metric's name
-        lacks = of[0].lacks if judged.verdict == "not testable" else ""
-        brief = lacks.partition(": ")[2] or lacks or of[0].brief
+    cases = judged.cases
+    brief = f"{sum(case.holds for case in cases)} of {len(cases)} cases" if cases else ""
+    if len(cases) == 1:  # for an untestable one what it lacks, without the metric's name
+        lacks = cases[0].lacks if judged.verdict == "not testable" else ""
+        brief = lacks.partition(": ")[2] or lacks or cases[0].brief
     return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
 
 
 def _headlines(results: StudyResults) -> list[tuple[str, str, str]]:
-    found = []
+    shown = []
     for metric, before, after in results.study.headlines:
         quantity = as_quantity(metric)
         try:
@@ -292,8 +292,8 @@ def _headlines(results: StudyResults) -> list[tuple[str, str, str]]:
         known, config = quantity.name != "perplexity", results[after].config
         beside = analysis.compared_with(quantity.name, {}, analysis.conditions(config)) if known and config else ""
         several = [of for of, *_ in results.study.headlines].count(metric) > 1
-        found.append((quantity.label + (f", {after}" if several else ""), " → ".join(numbers), beside))
-    return found
+        shown.append((quantity.label + (f", {after}" if several else ""), " → ".join(numbers), beside))
+    return shown
 
 
 def _setting(results: StudyResults) -> str:
@@ -306,10 +306,10 @@ def _setting(results: StudyResults) -> str:
 
 
 def _about_the_data(results: StudyResults) -> list[str]:
-    configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
+    configs = [result.config for result in results.values() if result.config is not None and results.study.trains]
     sentences, elsewhere = [], results.study.published
     if elsewhere and results.scale not in elsewhere:
-        commands = [f"--scale={scale} {of}" for scale, of in elsewhere.items()]
+        commands = [f"--scale={scale} {option}" for scale, option in elsewhere.items()]
         sentences.append(f"What is published of this experiment is another scale: {'; '.join(commands)}.")
     if len(results.seeds) == 1 and configs:
         known = elsewhere[results.scale].seeds if results.scale in elsewhere else ()

@@ -158,14 +158,14 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
-    given: Any = read_json(folder / "config.json", "config of a model")
-    name: Any = given.get("model_type")
+    content: Any = read_json(folder / "config.json", "config of a model")
+    name: Any = content.get("model_type")
     if name == OWN:
-        return from_dict(ModelConfig, given.get("model")), None
+        return from_dict(ModelConfig, content.get("model")), None
     if not isinstance(name, str) or name not in FAMILIES:
         hint = f"{nearest(str(name), FAMILIES)} orthojax.analysis.summarize takes arrays of any model".strip()
         raise UserError(f"model_type {name!r} is not supported", allowed=" | ".join(FAMILIES), hint=hint)
-    nested = given.get("text_config") if FAMILIES[name].beside else given
+    nested = content.get("text_config") if FAMILIES[name].beside else content
     require(isinstance(nested, dict), f"the config of {folder} has no text_config", "that of the text model")
     config = read_foreign_config(FAMILIES[name], nested)
     if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
@@ -333,11 +333,11 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
     make_folder(folder, "folder of the exported model")
     if any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", allowed="a new folder")
-    given: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)}
+    content: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)}
     rows = own_rows(config)
     for family in FAMILIES.values():
         if foreign := write_config(family, config):
-            given, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
+            content, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
             break
     files = _write_tensors(folder, _tensors(config, leaves, rows))
     if len(set(files.values())) == 1:
@@ -345,11 +345,11 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
     else:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
     # None without a tokenizer: the family's defaults may not be in the vocabulary.
-    given |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
+    content |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
-    write_text(folder / "config.json", json.dumps(given, indent=2) + "\n")  # last: without it there is no model
-    return given["model_type"]
+    write_text(folder / "config.json", json.dumps(content, indent=2) + "\n")  # last: without it there is no model
+    return content["model_type"]
 
 
 def _tensors(config: ModelConfig, leaves: Mapping[str, Any], rows: Rows) -> Iterator[tuple[str, np.ndarray]]:
