@@ -195,14 +195,8 @@ def scatter(
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.2, 4.4))
         for (name, group), color, marker in zip(points.items(), cycle(COLORS), cycle(_MARKERS), strict=False):
-            axes.plot(
-                [x for x, *_ in group],
-                [y for _, y, _ in group],
-                marker,
-                color=color,
-                markersize=5,
-                label=_literal(name),
-            )
+            xs, ys = ([point[axis] for point in group] for axis in (0, 1))
+            axes.plot(xs, ys, marker, color=color, markersize=5, label=_literal(name))
             for x, y, text in group:
                 axes.annotate(text, (x, y), (4, 3), textcoords="offset points", fontsize=7)
         _refer(axes, references)

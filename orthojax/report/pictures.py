@@ -216,13 +216,10 @@ class Points:
     def __call__(self, results: Results) -> list[Picture]:
         """Draws the picture."""
         x, y = as_quantity(self.x), as_quantity(self.y)
-        groups = {words: _shown(results, rows) for words, rows in (self.groups or {"variants": ""}).items()}
-        points = {
-            words: [
-                (r[x], r[y], case_in(self.groups.get(words, ""), r.name) or r.name) for r in of if _complete(r, x, y)
-            ]
-            for words, of in groups.items()
-        }
+        points = {}
+        for words, rows in (self.groups or {"variants": ""}).items():
+            complete = [result for result in _shown(results, rows) if _complete(result, x, y)]
+            points[words] = [(result[x], result[y], case_in(rows, result.name) or result.name) for result in complete]
         if not any(points.values()):
             raise Missing(self.name)
         figure = scatter(points, x_label=x.label, y_label=y.label, y_scale=self.y_scale, references=self.references)
