@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from orthojax.model.layers import Norm as Norm
     from orthojax.model.layers import linear as linear
     from orthojax.model.layers import plain_product as plain_product
-    from orthojax.model.transformer import LoadedModel as LoadedModel
+    from orthojax.model.loaded import LoadedModel as LoadedModel
+    from orthojax.model.loaded import fold_embedding_projection as fold_embedding_projection
+    from orthojax.model.loaded import mesh_of as mesh_of
+    from orthojax.model.loaded import stack_layers as stack_layers
+    from orthojax.model.loaded import unstack_layers as unstack_layers
     from orthojax.model.transformer import Transformer as Transformer
     from orthojax.model.transformer import flops_per_token as flops_per_token
-    from orthojax.model.transformer import fold_embedding_projection as fold_embedding_projection
-    from orthojax.model.transformer import mesh_of as mesh_of
     from orthojax.model.transformer import parameter_count as parameter_count
     from orthojax.model.transformer import parameter_shapes as parameter_shapes
-    from orthojax.model.transformer import stack_layers as stack_layers
-    from orthojax.model.transformer import unstack_layers as unstack_layers
 
 _LAZY = {
     "cache": ("KVCache", "init_cache"),
     "generation": ("generate", "stream", "stream_loss_nats"),
     "interventions": ("Interventions", "Observe", "Taps", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
-    "transformer": ("LoadedModel", "Transformer", "flops_per_token", "fold_embedding_projection", "mesh_of",
-                    "parameter_count", "parameter_shapes", "stack_layers", "unstack_layers"),
-}  # fmt: skip
+    "loaded": ("LoadedModel", "fold_embedding_projection", "mesh_of", "stack_layers", "unstack_layers"),
+    "transformer": ("Transformer", "flops_per_token", "parameter_count", "parameter_shapes"),
+}
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.model.cache import KVCache, init_cache
-from orthojax.model.transformer import LoadedModel, Transformer
+from orthojax.model.loaded import LoadedModel
+from orthojax.model.transformer import Transformer
 
 _SIZES = 64  # caches have a multiple of this many slots, so that prompts of similar lengths share a program
 
