@@ -113,7 +113,7 @@ def _layers(layers: Any, words: str, layer: str) -> list[jax.Array]:
         if not hasattr(layers, "shape"):
             raise ValueError(f"{words} are a {type(layers).__name__}; {allowed}")
         layers = [layers] if len(layers.shape) == ndim else layers
-        if len(np.shape(layers[0])) != ndim:
+        if len(np.shape(layers)) != ndim + 1 and not isinstance(layers, list):
             raise ValueError(f"{words} {list(layers.shape)}; {allowed}")
     for i, array in enumerate(layers):
         if not hasattr(array, "shape") or len(array.shape) != ndim:
