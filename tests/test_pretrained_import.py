@@ -27,8 +27,8 @@ from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, bigram_backcopy, gpt2, llama2
 from orthojax.ops import rotary_frequencies
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
-from orthojax.pretrained.configs import read_config, write_config
-from orthojax.pretrained.folders import own_rows, read_params
+from orthojax.pretrained.configs import read_foreign_config, write_config
+from orthojax.pretrained.folders import assemble_params, own_rows
 from orthojax.train import require_tokenizer
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -260,7 +260,9 @@ def test_published_configs_are_understood(name):
     fields, window = dict(PUBLISHED[name]["config"]), PUBLISHED[name]["window"]
     family = FAMILIES[fields.pop("model_type")]
     given = COMMON | (SIZES if name != "gpt2" else {}) | fields
-    assert read_config(family, given).attention_window == (tuple(window) if isinstance(window, list) else window)
+    assert read_foreign_config(family, given).attention_window == (
+        tuple(window) if isinstance(window, list) else window
+    )
 
 
 WINDOWS = [
@@ -289,9 +291,9 @@ def test_a_token_of_a_loaded_model_reads_as_many_as_its_window_has(tmp_path):
 
 
 def test_rotary_positions_of_a_llama_are_those_of_transformers():
-    plain = read_config(FAMILIES["llama"], SIZES)
+    plain = read_foreign_config(FAMILIES["llama"], SIZES)
     for fields in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
-        assert read_config(FAMILIES["llama"], SIZES | fields) == plain  # which reads no such field
+        assert read_foreign_config(FAMILIES["llama"], SIZES | fields) == plain  # which reads no such field
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -343,11 +345,11 @@ def test_rotary_scaling_is_that_of_transformers(name):
     fields, rope = ROPES[name]
     fields = {"model_type": "llama", **SIZES, "max_position_embeddings": 64} | fields
     family = FAMILIES[fields.pop("model_type")]
-    config = read_config(family, {name: value for name, value in fields.items() if value is not ...})
+    config = read_foreign_config(family, {name: value for name, value in fields.items() if value is not ...})
     assert config.rope == rope
     written = write_config(family, config)
     assert written is not None
-    assert read_config(family, written).rope == rope
+    assert read_foreign_config(family, written).rope == rope
 
 
 ROPE_ERRORS = [
@@ -384,8 +386,8 @@ def write_integers(folder):
 
 @refused(
     (read_damaged, DAMAGES),
-    (lambda _, family, fields: read_config(FAMILIES[family], SIZES | fields), WINDOWS),
-    (lambda _, rope: read_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | rope}), ROPE_ERRORS),
+    (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS),
+    (lambda _, rope: read_foreign_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | rope}), ROPE_ERRORS),
     (write_into, [(".", "is not empty"), ("file", "file")]),
     (write_integers, "integers"),
     (orthojax.load, "test_refused"),  # an empty folder
@@ -451,7 +453,7 @@ def test_reading_holds_one_tensor_beside_the_model():
             tensors[name] = partial(read, leaf.shape[1:])
     outside = {"token_embedding.embedding": (11, 16), "final_norm.scale": (16,), "head.kernel": (16, 11)}
     tensors |= {name: partial(np.ones, shape, np.float32) for name, shape in outside.items()}
-    params = read_params(config, own_rows(config), tensors, "memory")
+    params = assemble_params(config, own_rows(config), tensors, "memory")
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(alive) == 9 * config.num_layers
     assert most <= 2  # the one before may still be on its way to the device

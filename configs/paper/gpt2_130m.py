@@ -11,7 +11,7 @@ Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 
 Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
-            Two misprints of Table 6 are corrected, see orthojax/experiments/from_attention/paper_tables.py.
+            Two misprints of Table 6 are corrected, see orthojax/experiments/from_attention/paper_tables.json.
 
     (no flags)
       22.89 | 514.9 141.5 | 7018.1 1014.8 | 0.527 | 46.49 28.31 23.07 | 679.9 | 25.4 h

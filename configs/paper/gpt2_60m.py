@@ -11,7 +11,7 @@ Hardware:   as many devices as there are; hours are those of one NVIDIA H200 at 
 Expected:   for the FLAGS of each run, what the paper prints ("-": not printed), and hours:
             perplexity | kurtosis of position 0 and of the rest | max |x| of both | share of queries whose
             largest weight is key 0 | perplexity in int8 coarse, moderate, fine | in int4.
-            Two misprints of Table 6 are corrected, see orthojax/experiments/from_attention/paper_tables.py.
+            Two misprints of Table 6 are corrected, see orthojax/experiments/from_attention/paper_tables.json.
 
     (no flags)
       31.88 | 313.8 77.9 | 1856.1 266.6 | 0.489 | 43.53 34.87 32.15 | 68.5 | 6.57 h

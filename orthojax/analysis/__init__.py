@@ -36,8 +36,11 @@ from orthojax.analysis.attention import sink_rate as sink_rate
 from orthojax.analysis.backcopy import backcopy_excess_risk_nats as backcopy_excess_risk_nats
 from orthojax.analysis.backcopy import backcopy_risk_nats as backcopy_risk_nats
 from orthojax.analysis.backcopy import bigram_excess_risk_nats as bigram_excess_risk_nats
+from orthojax.analysis.backcopy import logit_summary as logit_summary
+from orthojax.analysis.backcopy import logit_sums as logit_sums
 from orthojax.analysis.backcopy import sink_attention as sink_attention
 from orthojax.analysis.backcopy import sink_attention_rest as sink_attention_rest
+from orthojax.analysis.backcopy import sink_logit_gap as sink_logit_gap
 from orthojax.analysis.catalogue import CATALOGUE as CATALOGUE
 from orthojax.analysis.catalogue import Conditions as Conditions
 from orthojax.analysis.catalogue import Definition as Definition
@@ -62,9 +65,6 @@ from orthojax.analysis.observe import observe_backcopy as observe_backcopy
 from orthojax.analysis.observe import observe_backcopy_risks as observe_backcopy_risks
 from orthojax.analysis.observe import observe_language_model as observe_language_model
 from orthojax.analysis.observe import observe_predictors as observe_predictors
-from orthojax.analysis.sink_logits import logit_summary as logit_summary
-from orthojax.analysis.sink_logits import logit_sums as logit_sums
-from orthojax.analysis.sink_logits import sink_logit_gap as sink_logit_gap
 from orthojax.analysis.summary import Summary as Summary
 from orthojax.analysis.summary import summarize as summarize
 from orthojax.model import Taps as Taps

@@ -93,11 +93,7 @@ def norm_ratio_rest(hidden: ArrayLike, where: ArrayLike | None = None) -> jax.Ar
 
 
 def special_sums(hidden: ArrayLike, special: ArrayLike) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Sums over the positions >= 1 that `special` marks, bool [B, T], each with their number.
-
-    Returns:
-      `kurtosis_special` and `max_abs_special`, the kurtosis over channels and the largest |x| of a position.
-    """
+    """Sums the kurtosis and the largest |x| of later positions that `special` [B, T] marks, each with their number."""
     hidden, special = hidden_states(hidden, at_least=2)[:, 1:], jnp.asarray(special)[:, 1:]
     values = {"kurtosis_special": kurtosis(hidden), "max_abs_special": _magnitude(hidden)}
     count = jnp.sum(special, dtype=jnp.int32)

@@ -43,9 +43,9 @@ def first_attention_fraction(weights: ArrayLike) -> jax.Array:
     return _unless_nan(weights, jnp.count_nonzero(wins) / wins.size)
 
 
-def _unless_nan(of: jax.Array, share: jax.Array) -> jax.Array:
+def _unless_nan(numbers: jax.Array, share: jax.Array) -> jax.Array:
     """Returns a share, or nan if it is of numbers with a NaN, which no comparison shows."""
-    return jnp.where(jnp.isnan(jnp.sum(of)), jnp.nan, share).astype(jnp.float32)
+    return jnp.where(jnp.isnan(jnp.sum(numbers)), jnp.nan, share).astype(jnp.float32)
 
 
 def first_attention_mass_by_head(weights: ArrayLike) -> jax.Array:

@@ -285,12 +285,12 @@ def define(name: str) -> Definition | None:
     for prefix, where in _PREFIXES.items():
         if base.startswith(prefix):
             base, words = base.removeprefix(prefix), [where, *words]
-    found = CATALOGUE.get(base)
-    if found is None and base.startswith("perplexity_"):
-        found = _quantised(base.removeprefix("perplexity_"))
-    if found is None:
+    definition = CATALOGUE.get(base)
+    if definition is None and base.startswith("perplexity_"):
+        definition = _quantised(base.removeprefix("perplexity_"))
+    if definition is None:
         return None
-    return dataclasses.replace(found, name=name, label=", ".join([found.label, *words]))
+    return dataclasses.replace(definition, name=name, label=", ".join([definition.label, *words]))
 
 
 def _quantised(setting: str) -> Definition:
@@ -308,8 +308,8 @@ def label(name: str) -> str:
     >>> label("kurtosis_first"), label("perplexity_int8_coarse")
     ('kurtosis, first token', 'perplexity, int8 coarse')
     """
-    found = define(name)
-    return name.replace("_", " ") if found is None else found.label
+    definition = define(name)
+    return name.replace("_", " ") if definition is None else definition.label
 
 
 @functools.cache
@@ -319,8 +319,8 @@ def limits(name: str) -> tuple[float, float]:
     >>> limits("sink_rate/layer_0"), limits("perplexity"), limits("of_an_experiment")
     ((0, 1), (1, inf), (-inf, inf))
     """
-    found = define(name.partition("/")[0])
-    return (-math.inf, math.inf) if found is None else (found.low, found.high)
+    definition = define(name.partition("/")[0])
+    return (-math.inf, math.inf) if definition is None else (definition.low, definition.high)
 
 
 def chance(name: str, given: Conditions) -> float | None:
@@ -329,10 +329,10 @@ def chance(name: str, given: Conditions) -> float | None:
     >>> round(chance("first_attention_mass", Conditions(length=64, d_model=128, vocab_size=512)), 3)
     0.074
     """
-    found, layer = define(name), re.search(r"/layer_(\d+)", name)
+    definition, layer = define(name), re.search(r"/layer_(\d+)", name)
     if layer and 1 < len(given.windows):
         given = dataclasses.replace(given, windows=given.windows[int(layer[1]) :][:1])
-    return None if found is None or found.chance is None else found.chance(given)
+    return None if definition is None or definition.chance is None else definition.chance(given)
 
 
 def show(name: str, value: float) -> str:
@@ -341,8 +341,8 @@ def show(name: str, value: float) -> str:
     >>> show("loss_nats", 4.16312), show("kurtosis_first", 14731.6), show("first_attention_mass/layer_0", 0.2813)
     ('4.16', '14,732', '28.1%')
     """
-    found = define(name)
-    return share(value) if found is not None and found.fraction else number(value)
+    definition = define(name)
+    return share(value) if definition is not None and definition.fraction else number(value)
 
 
 def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) -> str:
@@ -359,10 +359,10 @@ def compared_with(name: str, metrics: Mapping[str, float], given: Conditions) ->
     >>> compared_with("perplexity_w4a8", metrics, Conditions(64, 128, 512))
     '+10% against float'
     """
-    found = define(name)
-    if found is None:
+    definition = define(name)
+    if definition is None:
         return ""
-    if found.group == "quantisation":
+    if definition.group == "quantisation":
         return f"{percent(metrics[name] / metrics['perplexity'] - 1)} against float" if metrics["perplexity"] else ""
     level = chance(name, given)
-    return "" if level is None else f"{show(name, level)} {found.chance_words}"
+    return "" if level is None else f"{show(name, level)} {definition.chance_words}"

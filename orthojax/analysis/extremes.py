@@ -14,6 +14,7 @@ from orthojax.analysis.attention import SINK, mean_weights_by_key
 from orthojax.model import Taps
 from orthojax.ops.statistics import at_least_float32
 
+_LISTED = 5
 _MASSIVE, _OVER_MEDIAN = 100.0, 1000.0  # Massive Activations in Large Language Models, arXiv 2402.17762
 
 
@@ -68,13 +69,10 @@ class SecondarySink(NamedTuple):
     layers: int  # that have a head with it as sink, in some row
 
 
-def largest_activations(extremes: Extremes, tokens: np.ndarray, count: int = 5) -> list[Activation]:
-    """Lists the largest activations of different channels, separately for the first token.
+def largest_activations(extremes: Extremes, tokens: np.ndarray) -> list[Activation]:
+    """Lists the five largest activations of different channels, separately for the first token.
 
-    Args:
-      extremes: Extremes of all layers, [L, B, T].
-      tokens: int [B, T], what the model read.
-      count: How many.
+    Extremes are of all layers, [L, B, T], tokens what the model read, int [B, T].
     """
     magnitude, channel, median = (np.asarray(x) for x in (extremes.magnitude, extremes.channel, extremes.median))
     layer = np.argmax(magnitude, axis=0)
@@ -92,26 +90,19 @@ def largest_activations(extremes: Extremes, tokens: np.ndarray, count: int = 5) 
         token = int(tokens[row, position])
         at = int(layer[row, position])
         found.append(Activation(largest, over, at, of_channel, token, position, rows, massive))
-    return sorted(found, key=lambda of: -of.value)[:count]
+    return sorted(found, key=lambda activation: -activation.value)[:_LISTED]
 
 
-def secondary_sinks(
-    extremes: Extremes, tokens: np.ndarray, count: int = 5, threshold: float = SINK
-) -> list[SecondarySink]:
-    """Lists tokens other than the first that draw attention as a sink does, those in most rows first.
+def secondary_sinks(extremes: Extremes, tokens: np.ndarray) -> list[SecondarySink]:
+    """Lists up to five tokens other than the first that draw attention as a sink does, those in most rows first.
 
-    Keys in the last quarter of a row do not count: few queries see them, and the last only itself.
-
-    Args:
-      extremes: Extremes of all layers, [L, B, T].
-      tokens: int [B, T], what the model read.
-      count: How many.
-      threshold: Threshold of the mean weight; equality does not count.
+    Arguments are as for `largest_activations`. Keys in the last quarter of a row do not count: few queries see them,
+    and the last only itself.
     """
     mass, head = np.asarray(extremes.key_mass), np.asarray(extremes.head)
     seen = mass[:, :, : 3 * mass.shape[2] // 4]
     groups: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for layer, row, key in np.argwhere(seen > threshold).tolist():
+    for layer, row, key in np.argwhere(seen > SINK).tolist():
         if key:
             groups[int(tokens[row, key])].append((layer, row, key))
     found = []
@@ -119,4 +110,4 @@ def secondary_sinks(
         layer, row, key = place = max(places, key=lambda of: mass[of])
         rows, layers = (len({of[axis] for of in places}) for axis in (1, 0))
         found.append(SecondarySink(float(mass[place]), layer, int(head[place]), token, key, rows, layers))
-    return sorted(found, key=lambda of: (-of.rows, -of.mass))[:count]
+    return sorted(found, key=lambda sink: (-sink.rows, -sink.mass))[:_LISTED]

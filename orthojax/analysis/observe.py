@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from orthojax.analysis import activations, attention, backcopy, sink_logits
+from orthojax.analysis import activations, attention, backcopy
 from orthojax.analysis.catalogue import HIDDEN_STATES, define
 from orthojax.model import Interventions, LoadedModel, Taps, mesh_of
 
@@ -86,8 +86,8 @@ def observe_language_model(
             kind = maximum if name.endswith("_maximum") else means
             kind[prefix + name] = getattr(activations, name)(hidden, **(rest if "_rest" in name else {}))
         if special is not None:
-            found = activations.special_sums(hidden, special)
-            sums |= {prefix + name: pair for name, pair in found.items()}
+            massive = activations.special_sums(hidden, special)
+            sums |= {prefix + name: pair for name, pair in massive.items()}
     means["first_attention_fraction"] = attention.first_attention_fraction(taps.attention_weights)
     # By head, because the sink rate is a count of heads over the whole evaluation set.
     means["first_attention_mass"] = attention.first_attention_mass_by_head(taps.attention_weights)
@@ -95,7 +95,7 @@ def observe_language_model(
     means["value_norm_rest"] = activations.value_norm_rest(taps.value_norms)
     if by_head:
         means |= _heads(taps)
-        sums["sink_logit_gap"] = sink_logits.sink_logit_gap_sum(
+        sums["sink_logit_gap"] = backcopy.sink_logit_gap_sum(
             taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool), visible=taps.visible
         )
         maximum[_BY_CHANNEL] = jnp.max(jnp.abs(taps.residual.astype(jnp.float32)), axis=(0, 1))
@@ -161,11 +161,11 @@ def observe_backcopy(
         sums = {
             "sink_attention": backcopy.sink_attention_sum(weights, is_trigger, bos_count),
             "sink_attention_rest": backcopy.sink_attention_sum(weights, is_trigger, bos_count, own_rows=False),
-            "sink_logit_gap": sink_logits.sink_logit_gap_sum(logits, is_trigger, bos_count, taps.visible),
+            "sink_logit_gap": backcopy.sink_logit_gap_sum(logits, is_trigger, bos_count, taps.visible),
             "activity": (attention.activity_histogram(activity, domain, 2), jnp.ones((), jnp.int32)),
         }
         if tokens is not None:
-            sums |= sink_logits.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count, taps.visible)
+            sums |= backcopy.logit_sums(logits, tokens, is_trigger, vocab_size, bos_count, taps.visible)
         return _statistics(taps.residual.shape[0], means, sums, {}, jnp.any(taps.visible))
 
     return observe
@@ -184,7 +184,6 @@ def _statistics(
     maximum: dict[str, jax.Array],
     attends: jax.Array,
 ) -> Statistics:
-    """Returns the statistics of a batch from means over its sequences, and (sum, count) of other means."""
     sequences = jnp.asarray(batch, jnp.int32)
     sums = {name: (mean * batch, sequences) for name, mean in means.items()} | sums
     total, count = ({name: pair[i] for name, pair in sums.items()} for i in (0, 1))
@@ -239,9 +238,8 @@ def finalize_arrays(statistics: Statistics) -> dict[str, np.ndarray]:
 
 
 def _of_hidden_states(name: str) -> bool:
-    """Returns whether a layer without attention also has this metric."""
-    found = define(name)
-    return found is not None and found.group == "hidden states"
+    definition = define(name)
+    return definition is not None and definition.group == "hidden states"
 
 
 def _means(statistics: Statistics) -> dict[str, np.ndarray]:
@@ -273,8 +271,8 @@ def _of_backcopy(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         new["residual_peak_ratio"] = means["residual_norm_first"] / means["residual_norm_rest"]
     new["residual_peak"] = means["residual_norm_first"] - means["residual_norm_rest"]
     if "gap_of_token" in means:
-        new |= sink_logits.logit_summary(means)
-        for name in sink_logits.ONLY_SUMS:
+        new |= backcopy.logit_summary(means)
+        for name in backcopy.ONLY_SUMS:
             del means[name]
     return new
 

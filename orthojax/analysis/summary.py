@@ -14,7 +14,7 @@ from orthojax.analysis.catalogue import HIDDEN_STATES, Conditions, chance, label
 from orthojax.formatting import align
 
 
-class Row(NamedTuple):
+class SummaryRow(NamedTuple):
     """One metric."""
 
     name: str  # in the catalogue
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 class Summary(NamedTuple):
     """The rows of a table; `print` shows it, `metrics` are its numbers."""
 
-    rows: list[Row]
+    rows: list[SummaryRow]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -104,60 +104,62 @@ def _tokens_of(mask: np.ndarray, shape: tuple[int, int]) -> list[tuple[slice, sl
     return [(slice(row, row + 1), slice(start, stop)) for row, (start, stop) in enumerate(ends)]
 
 
-def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
+def _layers(layers: Any, words: str, layer: str) -> list[jax.Array]:
     """Returns one array with the axes `layer` for each layer; [] for None."""
-    if given is None:
+    if layers is None:
         return []
     ndim, allowed = layer.count(",") + 1, f"allowed: [L, {layer[1:]}, or a list of L arrays {layer}"
-    if not isinstance(given, list | tuple):
-        if not hasattr(given, "shape"):
-            raise ValueError(f"{words} are a {type(given).__name__}; {allowed}")
-        given = [given] if len(given.shape) == ndim else given
-        if len(np.shape(given)) != ndim + 1 and not isinstance(given, list):
-            raise ValueError(f"{words} {list(given.shape)}; {allowed}")
-    for i, of in enumerate(given):
-        if not hasattr(of, "shape") or len(of.shape) != ndim:
-            what = list(of.shape) if hasattr(of, "shape") else f"a {type(of).__name__}"
+    if not isinstance(layers, list | tuple):
+        if not hasattr(layers, "shape"):
+            raise ValueError(f"{words} are a {type(layers).__name__}; {allowed}")
+        layers = [layers] if len(layers.shape) == ndim else layers
+        if len(np.shape(layers)) != ndim + 1 and not isinstance(layers, list):
+            raise ValueError(f"{words} {list(layers.shape)}; {allowed}")
+    for i, array in enumerate(layers):
+        if not hasattr(array, "shape") or len(array.shape) != ndim:
+            what = list(array.shape) if hasattr(array, "shape") else f"a {type(array).__name__}"
             raise ValueError(f"{words} of layer {i}: {what}; {allowed}")
-        if not jnp.isfinite(jnp.asarray(of)).all():
+        if not jnp.isfinite(jnp.asarray(array)).all():
             raise ValueError(f"{words} of layer {i} have numbers that are not finite; allowed: finite ones")
-    return [jnp.asarray(of) for of in given]
+    return [jnp.asarray(array) for array in layers]
 
 
 _Parts = Sequence[Sequence[jax.Array]]  # of each layer, the whole batch or, if it is padded, each row
 
 
-def _of_hidden(layers: _Parts) -> list[Row]:
+def _of_hidden(layers: _Parts) -> list[SummaryRow]:
     if not layers:
         return []
-    found = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
+    by_name = {name: _by_layer(getattr(activations, name), layers) for name in _HIDDEN}
     shapes = [np.shape(part) for part in layers[0]]
     levels = {}
     for name in _HIDDEN:
         of_parts = [chance(name, Conditions(length=T, d_model=D, vocab_size=0)) for _, T, D in shapes]
         known = [level for level in of_parts if level is not None]
         levels |= {name: float(np.mean(known))} if len(known) == len(of_parts) else {}
-    levels["residual_norm_first"] = float(found["residual_norm_rest"].mean())
-    return _rows(found, levels)
+    levels["residual_norm_first"] = float(by_name["residual_norm_rest"].mean())
+    return _rows(by_name, levels)
 
 
-def _of_weights(layers: _Parts) -> list[Row]:
+def _of_weights(layers: _Parts) -> list[SummaryRow]:
     if not layers:
         return []
     metrics = (attention.first_attention_fraction, attention.first_attention_mass)
-    found = {metric.__name__: _by_layer(metric, layers) for metric in metrics}
+    by_name = {metric.__name__: _by_layer(metric, layers) for metric in metrics}
     masses = [np.mean([attention.first_attention_mass_by_head(part) for part in parts], axis=0) for parts in layers]
-    found["sink_rate"] = np.array([float(attention.sink_rate(mass)) for mass in masses])
+    by_name["sink_rate"] = np.array([float(attention.sink_rate(mass)) for mass in masses])
     levels = [_chance(part) for part in layers[0]]
-    return _rows(found, {name: float(np.mean([level[name] for level in levels])) for name in levels[0]})
+    return _rows(by_name, {name: float(np.mean([level[name] for level in levels])) for name in levels[0]})
 
 
 def _by_layer(metric: Callable[[Any], Any], layers: _Parts) -> np.ndarray:
     return np.array([np.mean([float(metric(part)) for part in parts]) for parts in layers])
 
 
-def _rows(found: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[Row]:
-    return [Row(name, float(values.mean()), values, levels.get(name, math.nan)) for name, values in found.items()]
+def _rows(by_name: Mapping[str, np.ndarray], levels: Mapping[str, float]) -> list[SummaryRow]:
+    return [
+        SummaryRow(name, float(values.mean()), values, levels.get(name, math.nan)) for name, values in by_name.items()
+    ]
 
 
 def _chance(layer: ArrayLike) -> dict[str, float]:

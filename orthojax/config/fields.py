@@ -110,7 +110,6 @@ def _not_valid(path: str, value: Any, hint: Any) -> UserError:
 
 
 def _words(hint: Any) -> list[str]:
-    """Returns the words that stand for values of an annotation."""
     options = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return list(map(str, options))
@@ -171,7 +170,6 @@ def _group(hint: Any) -> tuple[type | None, bool]:
 
 @functools.cache
 def _leaves(cls: type) -> tuple[tuple[str, Any, Mapping[Any, Any]], ...]:
-    """Returns (dotted path, type, metadata) of every leaf field."""
     hints, leaves = _type_hints(cls), []
     for field in dataclasses.fields(typing.cast(Any, cls)):
         hint = hints[field.name]
@@ -185,22 +183,12 @@ def _leaves(cls: type) -> tuple[tuple[str, Any, Mapping[Any, Any]], ...]:
 
 
 def field_paths(cls: type) -> dict[str, Any]:
-    """Returns every leaf field of a (nested) config class by dotted path, with its type.
-
-    >>> from orthojax.config import Config
-    >>> list(field_paths(Config))[:2]
-    ['model.vocab_size', 'model.max_length']
-    """
+    """Returns every leaf field of a (nested) config class by dotted path, with its type."""
     return {path: hint for path, hint, _ in _leaves(cls)}
 
 
 def fields_affecting(cls: type, *what: Affects) -> tuple[str, ...]:
-    """Returns the dotted paths of the fields of a config class that affect one of `what`.
-
-    >>> from orthojax.config import Config
-    >>> fields_affecting(Config, "computation")[:2]
-    ('model.attention_implementation', 'model.unroll_layers')
-    """
+    """Returns the dotted paths of the fields of a config class that affect one of `what`."""
     return tuple(path for path, _, metadata in _leaves(cls) if metadata.get("affects", "numbers") in what)
 
 
@@ -290,12 +278,7 @@ def nearest_field(path: str, known: Iterable[str]) -> str:
 
 
 def describe_fields(cls: type, prefix: str = "") -> dict[str, str]:
-    """Returns the meaning of every leaf field of a config class, by dotted path, from the `Attributes:` of docstrings.
-
-    >>> from orthojax.config import Config
-    >>> describe_fields(Config)["train.steps"]
-    'Optimizer steps.'
-    """
+    """Returns the meaning of every leaf field of a config class by dotted path, from `Attributes:` of docstrings."""
     attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
     found = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", attributes, re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in found}
@@ -323,10 +306,8 @@ _REMOVED: dict[str, dict[str, Any]] = {
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") -> T:
     """Builds a config from nested plain values, of this version or an earlier one, down to 0.1.0.
 
-    A missing field has its default. A field that was removed is dropped if it had no effect.
-
-    Raises:
-      UserError: For a missing group, an unknown field, a wrong value, or a removed field that had an effect.
+    A missing field has its default. A field that was removed is dropped if it had no effect. Raises UserError for a
+    missing group, an unknown field, a wrong value, or a removed field that had an effect.
     """
     hints, given = _type_hints(cls), dict(values) if isinstance(values, Mapping) else {}
     for name, idle in _REMOVED.get(cls.__name__, {}).items():
@@ -351,12 +332,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str = "config") ->
 
 
 def from_json(cls: type[T], text: str) -> T:
-    """Reads what `to_json` wrote; raises UserError if the text is not JSON or not of this class.
-
-    >>> from orthojax.config import Config
-    >>> from_json(Config, to_json(Config())) == Config()
-    True
-    """
+    """Reads what `to_json` wrote; raises UserError if the text is not JSON or not of this class."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError

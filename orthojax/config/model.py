@@ -387,7 +387,6 @@ class ModelConfig:
 
 
 def _each(value: Any) -> tuple[Any, ...]:
-    """Returns the values of a field that has one for all layers or one per layer."""
     return value if isinstance(value, tuple) else (value,)
 
 

@@ -132,7 +132,7 @@ class DataConfig:
       bos: Start every row of text with the beginning-of-sequence token.
       objective: What is predicted: the next token; 15% of the tokens, most of them masked (`masked`, for
         `model.attention_mask='full'`); or 15% of the tokens, which are cut out in spans (`span_corruption`, for
-        `prefix`). See `orthojax.data.objectives`. Ids for masks and spans are the last ones of the model's vocabulary.
+        `prefix`). See `orthojax.data.batches`. Ids for masks and spans are the last ones of the model's vocabulary.
       seed: Seed of the order of the rows.
       repeated_share: For `embedded` and `text`: the fraction, 0 to 1, of passages (40 to 110 characters) that the text
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
@@ -170,12 +170,8 @@ class DataConfig:
         check_fields(self, "data", self._checks)
 
     def _checks(self) -> list[Check]:
-        kind, files, length, next_token = (
-            self.kind,
-            len(self.paths),
-            self.sequence_length,
-            self.objective == "next_token",
-        )
+        kind, files, length = self.kind, len(self.paths), self.sequence_length
+        next_token = self.objective == "next_token"
         of_kind, corrupted = f"is not read by data.kind={kind!r}", f"objective={self.objective!r} with data."
         return [
             (next_token or kind != "bigram_backcopy", f"{corrupted}kind={kind!r}", "kinds with text"),
@@ -227,8 +223,7 @@ class MeshConfig:
     def sizes(self, device_count: int) -> tuple[int, int, int]:
         """Returns (data, fsdp, tensor) on this many devices.
 
-        Raises:
-          UserError: If there are too few devices, or the rest does not divide.
+        Raises UserError if there are too few devices, or the rest does not divide.
 
         >>> MeshConfig(data=-1, tensor=2).sizes(8)
         (4, 1, 2)
@@ -399,8 +394,7 @@ class Config:
     def mesh_sizes(self, device_count: int) -> tuple[int, int, int]:
         """Returns `MeshConfig.sizes`, after checking that batches divide over them.
 
-        Raises:
-          UserError: If the devices are too few, or a batch does not divide.
+        Raises UserError if the devices are too few, or a batch does not divide.
         """
         data, fsdp, tensor = self.mesh.sizes(device_count)
         for check in self._checks_of_rows(data * fsdp):

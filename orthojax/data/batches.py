@@ -1,24 +1,16 @@
-"""Batches of tokens, and datasets from configs, whose tokens are made once and kept in a cache folder."""
+"""Datasets of configs, with tokens made once and kept in a cache folder; batches; rows of masked tokens and spans."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from orthojax.config import DataConfig
-from orthojax.data.preparation import (
-    FORMAT_VERSION,
-    Part,
-    Progress,
-    open_token_file,
-    prepare,
-    repeat_passages,
-    text_parts,
-)
+from orthojax.data import preparation
 from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
@@ -40,23 +32,20 @@ class Dataset:
     provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
 
-def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progress | None = None) -> Dataset:
+def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: preparation.Progress | None = None) -> Dataset:
     """Opens the tokens that a config names, tokenising the text the first time.
 
     The cache has one folder for every corpus (by sha256) and tokenizer, so a change of either makes a new one. Kind
-    `tokens` does not use the cache. `progress` is as for `prepare`.
-
-    Raises:
-      UserError: For anything wrong with the files, the tokenizer or the cache folder.
-      ValueError: For kind `bigram_backcopy`, which has no token files.
+    `tokens` does not use the cache. `progress` is as for `prepare`. Raises UserError for anything wrong with the files,
+    the tokenizer or the cache folder, ValueError for kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
         return _open_pair(Path(config.paths[0]), Path(config.paths[1]), config.verify)
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)
-    parts = text_parts(list(config.paths) or None, ["train", "validation"])
-    rules = [FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
+    parts = preparation.text_parts(list(config.paths) or None, ["train", "validation"])
+    rules = [preparation.FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
     if config.repeated_share:
         parts = [_repeated(part, config.repeated_share) for part in parts]
         rules.append(config.repeated_share)
@@ -65,7 +54,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: Progres
     folder = Path(cache_dir) / f"{config.kind}-{short}-{key.hexdigest()[:16]}"
     train, validation = folder / "train.bin", folder / "validation.bin"
     if not (train.exists() and validation.exists()):
-        prepare(folder, parts, config.tokenizer, progress=progress)
+        preparation.prepare(folder, parts, config.tokenizer, progress=progress)
     return _open_pair(train, validation, config.verify)
 
 
@@ -85,26 +74,15 @@ class TokenBatches:
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
-        """Cuts the tokens into rows; nothing is read yet.
+        """Cuts integers [n], usually the memory map of a token file, into rows; nothing is read yet.
 
-        Args:
-          tokens: Integers [n], usually the memory map of a token file.
-          sequence_length: T, the input positions of a row.
-          batch_size: Rows of a batch.
-          seed: Seed of the order of the rows.
-          bos_id: If given, row i is [bos, tok[i*T], ..., tok[i*T + T-1]]: every row starts with this id, and every
-            token is a target. Otherwise it is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very
-            first one is not a target.
-
-        Raises:
-          UserError: If the tokens do not fill one batch.
+        Without `bos_id` row i is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very first one is not
+        a target. With it, it is [bos, tok[i*T], ..., tok[i*T + T-1]], and every token is a target. Raises UserError if
+        the tokens do not fill one batch.
         """
         extra = int(bos_id is None)  # the last target lies one past the inputs unless bos shifts them
         self.tokens = np.asarray(tokens)  # still the memory map, but slices of a plain array are cheaper
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.seed = seed
-        self.bos_id = bos_id
+        self.sequence_length, self.batch_size, self.seed, self.bos_id = sequence_length, batch_size, seed, bos_id
         self.n_rows = max(0, (len(tokens) - extra) // sequence_length)
         if self.n_rows < batch_size:
             needed = f"a batch of {batch_size} rows of {sequence_length} needs {batch_size * sequence_length + extra}"
@@ -131,10 +109,7 @@ class TokenBatches:
     def spread_rows(self, n: int) -> np.ndarray:
         """Returns rows spread evenly over the whole text, in text order, for evaluation: floor(i * n_rows / n), i < n.
 
-        They are int32 [n, sequence_length + 1].
-
-        Raises:
-          UserError: If there are fewer rows.
+        They are int32 [n, sequence_length + 1]. Raises UserError if there are fewer rows.
         """
         if n > self.n_rows:
             problem = f"{len(self.tokens)} tokens make {self.n_rows} rows of {self.sequence_length}, not {n}"
@@ -151,14 +126,16 @@ class TokenBatches:
         return rows
 
 
-def _repeated(part: Part, share: float) -> Part:
+def _repeated(part: preparation.Part, share: float) -> preparation.Part:
     described = f"{part.source.description}, {share:.0%} of its passages repeated"
     source = dataclasses.replace(part.source, description=described)
-    return dataclasses.replace(part, source=source, text=lambda document: repeat_passages(part.text(document), share))
+    return dataclasses.replace(
+        part, source=source, text=lambda document: preparation.repeat_passages(part.text(document), share)
+    )
 
 
 def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
-    train, validation = (open_token_file(path, verify=verify) for path in (train_path, validation_path))
+    train, validation = (preparation.open_token_file(path, verify=verify) for path in (train_path, validation_path))
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
         problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"
@@ -181,3 +158,98 @@ def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset
             "validation": {name: getattr(validation.info, name) for name in counts},
         },
     )
+
+
+# Rows of objectives besides the next token, with tokens masked or cut out in spans, as functions of seed and row: a
+# corrupted row of T positions is int32 [2 T], inputs, then the target of each position, -1 if it does not count. Of the
+# V ids of the model the last, V - 1, is the mask, or ends the prefix of a row with spans; the ids before it, downwards,
+# are the sentinels of the spans.
+SHARE = 0.15  # of the tokens are predicted, in BERT and in T5
+SPAN = 3.0  # mean length of T5's spans
+
+
+def span_sizes(length: int) -> tuple[int, int, int]:
+    """Returns for rows of T = `length`: tokens of text with the begin token, how many are cut out, in how many spans.
+
+    The number of spans is fixed, as in T5's code, so that rows have no padding.
+
+    >>> span_sizes(64)
+    (57, 9, 3)
+    """
+    # spans = 0.15 text / 3 and text = T - 1 - 2 spans.
+    spans = max(1, round((length - 1) / (SPAN / SHARE + 2)))
+    text = length - 1 - 2 * spans
+    return text, max(spans, round(SHARE * text)), spans
+
+
+def mask_tokens(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, text_ids: int) -> np.ndarray:
+    """Masks 15% (rounded) of int [T] tokens except the first: int32 [2 T].
+
+    Of the chosen tokens, the targets, 80% become the mask, 10% any id below `text_ids`, and 10% stay (BERT, `arXiv
+    1810.04805 <https://arxiv.org/abs/1810.04805>`_, section 3.1).
+
+    >>> mask_tokens(np.arange(10, 18), np.random.default_rng(0), 100, 90).tolist()
+    [10, 11, 12, 13, 14, 15, 99, 17, -1, -1, -1, -1, -1, -1, 16, -1]
+    """
+    T = len(tokens)
+    chosen = 1 + random.choice(T - 1, max(1, round(SHARE * T)), replace=False)
+    inputs, targets = np.array(tokens, np.int32), np.full(T, -1, np.int32)
+    targets[chosen] = inputs[chosen]
+    kind, others = random.random(len(chosen)), random.integers(0, text_ids, len(chosen))
+    inputs[chosen] = np.where(kind < 0.8, vocab_size - 1, np.where(kind < 0.9, others, inputs[chosen]))
+    return np.concatenate([inputs, targets])
+
+
+def cut_spans(tokens: np.ndarray, random: np.random.Generator, vocab_size: int, length: int) -> np.ndarray:
+    """Cuts spans out of tokens, but never the first, and makes them the targets: int32 [2 T].
+
+    The row is text, sentinel 0, text, sentinel 1, ..., V - 1; then the targets, sentinel 0, span 0, sentinel 1, span 1,
+    ..., and one more sentinel, as in Figure 2 of T5 (`arXiv 1910.10683 <https://arxiv.org/abs/1910.10683>`_). Sentinel
+    i is V - 2 - i; text and spans alternate, and all ways to cut each of them are equally likely.
+
+    >>> cut_spans(np.arange(10, 15), np.random.default_rng(0), 100, 8).tolist()
+    [10, 11, 12, 13, 98, 99, 98, 14, -1, -1, -1, -1, -1, 98, 14, 97]
+    """
+
+    def sizes(total: int, parts: int) -> np.ndarray:
+        ends = np.sort(random.choice(total - 1, parts - 1, replace=False)) + 1
+        return np.diff(np.concatenate([[0], ends, [total]])).astype(int)
+
+    n, noise, spans = span_sizes(length)
+    kept, cut = (sizes(total, spans) for total in (n - noise, noise))
+    pieces = np.split(np.asarray(tokens, np.int32), np.cumsum(np.stack([kept, cut], axis=1).ravel())[:-1])
+    sentinels = np.array(vocab_size - 2 - np.arange(spans + 1), np.int32)[:, None]
+    text = [ids for i, piece in enumerate(pieces[::2]) for ids in (piece, sentinels[i])]
+    asked = [ids for i, piece in enumerate(pieces[1::2]) for ids in (sentinels[i], piece)]
+    row = np.concatenate([*text, [vocab_size - 1], *asked, sentinels[-1]]).astype(np.int32)
+    inputs, targets = row[:-1], row[1:].copy()
+    targets[: n - noise + spans] = -1  # V - 1 is the first to predict
+    return np.concatenate([inputs, targets])
+
+
+@dataclasses.dataclass(frozen=True)
+class Corruption:
+    """Makes the rows of an objective from rows of text; `text_length` tokens of text make a row."""
+
+    objective: Literal["masked", "span_corruption"]
+    length: int  # T
+    vocab_size: int  # V
+    text_ids: int  # ids below this are text
+
+    @property
+    def text_length(self) -> int:
+        """The number of text tokens, begin token included, in a row."""
+        return self.length if self.objective == "masked" else span_sizes(self.length)[0]
+
+    @property
+    def needed_ids(self) -> int:
+        """The number of ids that the text and the objective itself need."""
+        return self.text_ids + (1 if self.objective == "masked" else span_sizes(self.length)[2] + 2)
+
+    def __call__(self, rows: np.ndarray, key: tuple[int, ...], start: int = 0) -> np.ndarray:
+        """Corrupts int32 [B, text_length]; row start + i depends on only the key, start + i and its tokens."""
+        draws = [np.random.default_rng((*key, start + i)) for i in range(len(rows))]
+        pairs = zip(rows, draws, strict=True)
+        if self.objective == "masked":
+            return np.stack([mask_tokens(row, random, self.vocab_size, self.text_ids) for row, random in pairs])
+        return np.stack([cut_spans(row, random, self.vocab_size, self.length) for row, random in pairs])

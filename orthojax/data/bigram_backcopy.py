@@ -33,8 +33,7 @@ _ONE = 2**31  # probabilities as integers, compared with 31 random bits
 def default_text() -> str:
     """Returns the language reference inside the standard library (`pydoc_data.topics`), about 460,000 characters.
 
-    Raises:
-      UserError: If this Python comes without it.
+    Raises UserError if this Python comes without it.
     """
     try:
         import pydoc_data.topics  # type: ignore[import-untyped]
@@ -90,10 +89,8 @@ class BigramBackcopy:
     def __post_init__(self):
         size = len(self.characters)
         if size <= self.trigger_count:
-            raise UserError(
-                f"{size} different characters cannot have {self.trigger_count} triggers",
-                allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text",
-            )
+            problem = f"{size} different characters cannot have {self.trigger_count} triggers"
+            raise UserError(problem, allowed=f"data.trigger_count less than {size}" if size > 1 else "a longer text")
 
     @classmethod
     def from_text(cls, text: str, trigger_count: int = 3, **options) -> "BigramBackcopy":
@@ -136,7 +133,6 @@ class BigramBackcopy:
 
     @functools.cached_property
     def _table(self) -> np.ndarray:
-        """The counts as float64 [V, V]."""
         ids = {character: i for i, character in enumerate(self.characters)}
         table = np.zeros((self.vocab_size, self.vocab_size))
         for a, b, n in self.counts:
@@ -190,17 +186,9 @@ class BigramBackcopy:
     ) -> jax.Array:
         """Draws the sequences of one step: a pure function of the arguments, the same on any mesh, jitted or not.
 
-        A longer `sequence_length` continues the same sequences.
-
-        Args:
-          step: Counter, 0 or more; may be traced.
-          batch_size: B.
-          sequence_length: T, the input positions.
-          seed: Below 2**32; may be traced.
-          stream: TRAINING or EVALUATION, which have no batch in common.
-
-        Returns:
-          int32 [B, T + 1]; inputs are [:, :-1], targets [:, 1:].
+        `step` is 0 or more, `seed` below 2**32, both may be traced; the streams TRAINING and EVALUATION have no batch
+        in common. Returns int32 [B, T + 1], inputs [:, :-1] and targets [:, 1:]; a longer T continues the same
+        sequences.
         """
         # JAX takes a Python integer as 32 bits with a sign.
         step, seed = (np.uint32(number) if isinstance(number, int) else number for number in (step, seed))

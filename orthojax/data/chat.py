@@ -24,39 +24,36 @@ class ChatTemplate(NamedTuple):
 def chat_template(path: Path) -> ChatTemplate:
     """Returns the chat template that the files of a published model declare, or of several the one named default.
 
-    Raises:
-      UserError: If there is none.
+    Raises UserError if there is none.
     """
     if path.suffix == ".gguf":
         metadata = open_gguf(path).metadata
-        found, words = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.ggml.tokens") or []
+        template, words = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.ggml.tokens") or []
         ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")]
         names: list[Any] = [words[i] if isinstance(i, int) and i < len(words) else "" for i in ids]
     else:
         config = path / "tokenizer_config.json"
         declared = read_json(config, "file of a model") if config.is_file() else {}
-        found, names = declared.get("chat_template"), [declared.get("bos_token"), declared.get("eos_token")]
+        template, names = declared.get("chat_template"), [declared.get("bos_token"), declared.get("eos_token")]
         if (path / "chat_template.jinja").is_file():
             try:
-                found = (path / "chat_template.jinja").read_text(encoding="utf-8")
+                template = (path / "chat_template.jinja").read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise UserError(f"{path / 'chat_template.jinja'} is not UTF-8: {error}") from None
-    if isinstance(found, list):  # of {"name", "template"}
-        named = {of.get("name"): of.get("template") for of in found if isinstance(of, dict)}
-        found = named.get("default")
-    if not isinstance(found, str):
+    if isinstance(template, list):  # of {"name", "template"}
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
         raise UserError(f"{path} has no chat template", allowed="a model that was trained to chat, or plain --prompt")
-    bos, eos = (str(of.get("content", "")) if isinstance(of, dict) else str(of or "") for of in names)
-    return ChatTemplate(found, bos, eos)
+    bos, eos = (str(token.get("content", "")) if isinstance(token, dict) else str(token or "") for token in names)
+    return ChatTemplate(template, bos, eos)
 
 
 def render_chat(template: ChatTemplate, messages: Sequence[Mapping[str, str]], *, seconds: int = 10) -> str:
     """Renders messages, {"role", "content"}, and the start of the answer, as transformers' `apply_chat_template` does.
 
     `Tokenizer.encode_special` turns the text into ids. The template runs in another process, for at most `seconds`.
-
-    Raises:
-      UserError: If the template refuses the messages, is not a template, or takes too long or too much.
+    Raises UserError if the template refuses the messages, is not a template, or takes too long or too much.
     """
     with needing("a chat template", "reports"):
         import jinja2  # noqa: F401  # which the process imports

@@ -27,12 +27,9 @@ from orthojax.files import nearest_path, require_file
 # Left out of the standard library: what is not part of it or not text; what Debian and slim images lack, so that the
 # corpus does not depend on the packaging; generated tables and documentation rather than code.
 DROPPED_FOLDERS = frozenset(
-    [
-        *("site-packages", "dist-packages", "__pycache__"),
-        *("test", "tests", "idlelib", "idle_test", "lib2to3", "distutils", "tkinter", "turtledemo", "ensurepip"),
-        *("encodings", "pydoc_data"),
-    ]
-)
+    ("site-packages dist-packages __pycache__ test tests idlelib idle_test lib2to3 distutils tkinter turtledemo "
+     "ensurepip encodings pydoc_data").split()
+)  # fmt: skip
 # Written by whoever built or packaged this Python: they hold its paths and settings.
 DROPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 # The names in Hugging Face `datasets` of the formats that it reads.
@@ -83,10 +80,8 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
     They are all .py files that are valid UTF-8, sorted by path, except `DROPPED_FOLDERS` and folders named config-* at
     any depth, and files whose names start as in `DROPPED_FILES`. The text differs between versions of Python and,
     slightly, between their packagings; the sha256 identifies it. It is code, so losses on it are comparable only with
-    each other. `root` may name another folder.
-
-    Raises:
-      UserError: If there are no sources (some minimal images keep only compiled files).
+    each other. `root` may name another folder. Raises UserError if there are no sources (some minimal images keep only
+    compiled files).
     """
     folder = Path(sysconfig.get_path("stdlib") if root is None else root)
     paths = []
@@ -100,10 +95,8 @@ def embedded_corpus(root: str | os.PathLike[str] | None = None) -> Source:
             path.read_bytes().decode()
             files.append((name, path))
     if not files:
-        raise UserError(
-            f"this Python keeps no standard library sources in {folder}",
-            allowed="a Python with its .py files, or your own text: data.kind=text data.paths=FILE[,FILE...]",
-        )
+        allowed = "a Python with its .py files, or your own text: data.kind=text data.paths=FILE[,FILE...]"
+        raise UserError(f"this Python keeps no standard library sources in {folder}", allowed=allowed)
     return _of_files("the standard library of the running Python", files)
 
 
@@ -133,12 +126,11 @@ def text_corpus(paths: Sequence[str | os.PathLike[str]]) -> Source:
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]]:
     """Lists names and paths of text files, with folders and patterns expanded.
 
-    Args:
-      paths: Files, in order; folders, with every file at any depth that is not hidden, sorted, or only the tables
-        (.parquet, .arrow) if there are any; patterns such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a
-        folder is named by its path there, others by their last part.
+    Of folders it takes every file at any depth that is not hidden, sorted, or only the tables (.parquet, .arrow) if
+    there are any; patterns are such as `data/*.jsonl.gz` or `data/**/*.txt`, sorted. A file in a folder is named by its
+    path there, others by their last part.
     """
-    found: list[tuple[str, Path]] = []
+    all_files: list[tuple[str, Path]] = []
     for path in map(Path, paths):
         if os.path.isdir(path):
             named = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
@@ -156,10 +148,10 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
             files = [(path.name, path)]
         if not files:
             raise UserError(f"there are no files in {path}", allowed="paths of text files, folders or patterns")
-        found += files
-    if not found:
+        all_files += files
+    if not all_files:
         raise UserError("no text files", allowed="at least one path")
-    return found
+    return all_files
 
 
 def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
@@ -183,8 +175,8 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
     for address in addresses:
         try:
             system, path = fsspec.core.url_to_fs(address)
-            found = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
-            for file in (file for file in found if _format(PurePosixPath(file)) in _FORMATS):
+            stored = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
+            for file in (file for file in stored if _format(PurePosixPath(file)) in _FORMATS):
                 name, size = system.unstrip_protocol(file), int(system.info(file)["size"])
                 digest.update(f"{name} {size} {system.ukey(file)}\n".encode())
                 pieces.append(Piece(functools.partial(_stream, PurePosixPath(name).name, name), size))
@@ -192,14 +184,12 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
         except Exception as error:  # every file system has errors of its own
             raise _unreadable(address, error) from None
     if not pieces:
-        raise UserError(
-            f"{_listed(addresses, addresses)} matches no files", allowed=f"files that end in {', '.join(_FORMATS)}"
-        )
+        allowed = f"files that end in {', '.join(_FORMATS)}"
+        raise UserError(f"{_listed(addresses, addresses)} matches no files", allowed=allowed)
     return Source(_listed(names, names), digest.hexdigest(), tuple(pieces))
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
-    """Yields the documents of a text or .jsonl file, plain or with .gz."""
     try:
         with open(path, "rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             if _format(path) == ".jsonl":
@@ -242,7 +232,6 @@ def _hugging_face(what: str) -> Any:
 
 
 def _format(path: PurePath) -> str:
-    """Returns the suffix without the compression's."""
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
@@ -252,9 +241,9 @@ def _listed(names: Sequence[str], paths: Sequence[str]) -> str:
         return ", ".join(names)
     kinds = {PurePosixPath(name).suffix for name in names}
     parts = [PurePosixPath(path).parts for path in paths]
-    folders_of = zip(*(of[:-1] for of in parts), strict=False)
+    folders_of = zip(*(folder[:-1] for folder in parts), strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders_of))
-    folders = {of[shared] for of in parts if len(of) > shared + 1}
+    folders = {folder[shared] for folder in parts if len(folder) > shared + 1}
     kind = f"{kinds.pop()} files".strip() if len(kinds) == 1 else "files"
     return f"{len(names):,} {kind}" + (f" in {len(folders)} folders" if len(folders) > 1 else "")
 
@@ -280,16 +269,16 @@ def _text_of_json(line: bytes, where: str) -> str:
 
 def find_tfds(data_dir: Path, dataset: str) -> Path:
     """Finds the folder of a data set NAME, NAME/CONFIG or either with :VERSION, by default the highest version."""
-    found: dict[str, list[str]] = {}
+    sets: dict[str, list[str]] = {}
     for depth in ("*/*", "*/*/*"):
         for path in data_dir.glob(f"{depth}/dataset_info.json"):
             if _VERSION.match(path.parent.name):
-                found.setdefault(path.parents[1].relative_to(data_dir).as_posix(), []).append(path.parent.name)
+                sets.setdefault(path.parents[1].relative_to(data_dir).as_posix(), []).append(path.parent.name)
     name, _, version = dataset.partition(":")
-    if name not in found:
-        allowed = " | ".join(sorted(found)) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
+    if name not in sets:
+        allowed = " | ".join(sorted(sets)) or "a folder with NAME/CONFIG/VERSION/dataset_info.json, and none is there"
         raise UserError(f"there is no data set {name!r} in {data_dir}", allowed=allowed)
-    versions = sorted(found[name], key=lambda each: [int(part) for part in each.split(".")])
+    versions = sorted(sets[name], key=lambda each: [int(part) for part in each.split(".")])
     if version and version not in versions:
         raise UserError(f"there is no version {version!r} of {name} in {data_dir}", allowed=" | ".join(versions))
     return data_dir / name / (version or versions[-1])
@@ -298,12 +287,9 @@ def find_tfds(data_dir: Path, dataset: str) -> Path:
 def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
     """Opens one split of a data set, or a slice of it, as a source.
 
-    Its sha256 covers the metadata, the slice and the names and sizes of the files, not their contents.
-
-    Args:
-      folder: From `find_tfds`.
-      split: A split, or a slice in the notation of TFDS: `train[:10%]`, `train[1000:]`, `train[-20%:]`.
-      feature: The text or bytes feature that holds the text.
+    `folder` comes from `find_tfds`, `split` is in the notation of TFDS, such as `train[:10%]`, `train[1000:]` or
+    `train[-20%:]`, and `feature` holds text or bytes. The sha256 covers the metadata, the slice and the names and sizes
+    of the files, not their contents.
     """
     from google.protobuf.json_format import ParseError
     from tensorflow_datasets.core import dataset_info, naming

@@ -131,9 +131,7 @@ def _panics_refused() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust, which is no Exception and cannot be imported
             raise
-        raise UserError(
-            f"the tokenizer cannot read this text: {str(error)[:200]}", allowed="another tokenizer"
-        ) from None
+        raise UserError(f"the tokenizer cannot read this text: {error!s:.200}", allowed="another tokenizer") from None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -199,8 +197,7 @@ def tokenizer_identity(spec: str) -> str:
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     """Makes the tokenizer that a config names: `bytes`, `bpe:N` (trained on the texts), or as `load_tokenizer`.
 
-    Raises:
-      UserError: For an unknown name or a bad file, or if the texts are too short for the BPE.
+    Raises UserError for an unknown name or a bad file, or if the texts are too short for the BPE.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -213,10 +210,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains byte-level BPE, split into words as GPT-2 does; any text survives encoding and decoding.
 
     Ids 0 and 1 are <|bos|> and <|eos|>, then come the 256 bytes and the merges: `vocab_size` ids, at least 260. Equal
-    texts give equal ids.
-
-    Raises:
-      UserError: If this text yields fewer or more distinct ids.
+    texts give equal ids. Raises UserError if this text yields fewer or more distinct ids.
     """
     import tokenizers as hf
 
@@ -228,10 +222,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    found = backend.get_vocab_size()
-    if found != vocab_size:
-        problem = f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {found} different ids in this one"
-        raise UserError(problem, allowed=f"at most bpe:{found}, or bytes")
+    size = backend.get_vocab_size()
+    if size != vocab_size:
+        problem = f"tokenizer 'bpe:{vocab_size}' needs more text: there are only {size} different ids in this one"
+        raise UserError(problem, allowed=f"at most bpe:{size}, or bytes")
     return from_json(backend.to_str(), f"bpe:{vocab_size}", "the trained BPE")
 
 
@@ -271,8 +265,7 @@ def load_tokenizer(path: str | Path, spec: str | None = None) -> Tokenizer:
 def from_json(text: str, spec: str, where: str) -> Tokenizer:
     """Makes a tokenizer named `spec` from the text of a tokenizer.json, which came from `where`.
 
-    Raises:
-      UserError: If it is not a tokenizer, or has no end-of-text token under a usual name.
+    Raises UserError if it is not a tokenizer, or has no end-of-text token under a usual name.
     """
     import tokenizers as hf
 
@@ -335,24 +328,23 @@ def _byte_level(model: Any) -> Any:
 
 
 def _bpe_size(spec: str) -> int:
-    found = re.fullmatch(r"bpe:0*([0-9]{1,7})", spec)
-    if not found or int(found[1]) < 260:
+    match = re.fullmatch(r"bpe:0*([0-9]{1,7})", spec)
+    if not match or int(match[1]) < 260:
         raise UserError(f"unknown tokenizer {spec[:40]!r}", allowed=ALLOWED, hint="did you mean 'bpe:2048'?")
-    return int(found[1])
+    return int(match[1])
 
 
 def _files(spec: str) -> list[Path]:
-    """Lists the files that a path stands for: one, or GPT-2's two."""
     path = Path(spec)
     if not os.path.lexists(path):
         with contextlib.suppress(UserError):  # which says what is missing of a model, not of a tokenizer
             path = locate(spec)
     if os.path.isdir(path):
         names = ["tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model"]
-        found = [name for name in names if (path / name).is_file()]
-        if not found:
+        present = [name for name in names if (path / name).is_file()]
+        if not present:
             raise UserError(f"tokenizer {spec!r} is a folder without a tokenizer", allowed=" | ".join(names))
-        path = path / found[0]
+        path = path / present[0]
     files = [path, path.with_name("merges.txt")] if path.name == "vocab.json" else [path]
     for file in files:
         if not os.path.lexists(file):
@@ -382,11 +374,11 @@ def with_declared_tokens(tokenizer: Tokenizer, path: Path) -> Tokenizer:
         words, generation, model = (_read(path / name) for name in names)
         begins = [words.get("bos_token"), generation.get("bos_token_id"), model.get("bos_token_id")]
         ends = [words.get("eos_token")]
-        for of in (generation, model):
-            value = of.get("eos_token_id")
+        for config in (generation, model):
+            value = config.get("eos_token_id")
             ends += value if isinstance(value, list) else [value]
-    bos_id = next((found for value in begins if (found := _id(tokenizer, value)) is not None), tokenizer.bos_id)
-    stop_ids = {found for value in ends if (found := _id(tokenizer, value)) is not None}
+    bos_id = next((token_id for value in begins if (token_id := _id(tokenizer, value)) is not None), tokenizer.bos_id)
+    stop_ids = {token_id for value in ends if (token_id := _id(tokenizer, value)) is not None}
     return dataclasses.replace(tokenizer, bos_id=bos_id, stop_ids=tuple(sorted(stop_ids)))
 
 

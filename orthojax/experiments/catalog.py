@@ -10,11 +10,7 @@ ALL: tuple[Study, ...] = (*OURS[:1], *FROM_ATTENTION, *ACTIVE_DORMANT, *OURS[1:]
 
 
 def find(name: str) -> Study:
-    """Returns the study with a name.
-
-    Raises:
-      UserError: For an unknown name.
-    """
+    """Returns the study with a name; raises UserError for an unknown one."""
     known = {name: study for study in ALL for name in (study.name, *study.also)}
     if name not in known:
         allowed = f"one of the {len(ALL)} that orthojax reproduce --list shows"

@@ -32,15 +32,16 @@ class Scope(NamedTuple):
 
     def seeds(self) -> list["Scope"]:
         """Returns a scope for each seed; existing models, which have one seed, stay as they are."""
-        seeds = sorted({seed for of in self.results.values() if not of.given for seed in of.seeds})
-        one = lambda of, seed: of if of.given else of.only([seed])  # noqa: E731
-        return [self._replace(results={name: one(of, s) for name, of in self.results.items()}) for s in seeds] or [self]
+        trained = [result for result in self.results.values() if not result.given]
+        seeds = sorted({seed for result in trained for seed in result.seeds})
+        one = lambda result, seed: result if result.given else result.only([seed])  # noqa: E731
+        return [self._replace(results={k: one(v, seed) for k, v in self.results.items()}) for seed in seeds] or [self]
 
 
 def _operator(
-    symbol: str, of: Callable[[Any, Any], Any], binding: int, *, swapped: bool = False
+    symbol: str, operation: Callable[[Any, Any], Any], binding: int, *, swapped: bool = False
 ) -> Callable[["Expr", Any], "Expr"]:
-    return lambda self, other: _binary(symbol, of, binding, *((other, self) if swapped else (self, other)))
+    return lambda self, other: _binary(symbol, operation, binding, *((other, self) if swapped else (self, other)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ class Expr:
         return dataclasses.replace(both, lacks=lacks)
 
     def __or__(self, other: "Expr") -> "Expr":
-        explained = [of for of in (self, other) if of.lacks] or [self]
+        explained = [expr for expr in (self, other) if expr.lacks] or [self]
         lacks = lambda scope: ", or ".join(of.shortfall(scope) for of in explained)  # noqa: E731
         either = _joined(f"{self.text} or {other.text}", lambda s: self.value(s) or other.value(s), (self, other), 0)
         return dataclasses.replace(either, lacks=lacks)
@@ -110,20 +111,20 @@ def _as_expr(given: Any) -> Expr:
     return given if isinstance(given, Expr) else Expr(f"{given:g}", lambda scope: given)
 
 
-def _joined(text: str, value: Callable[[Scope], Any], of: Sequence[Expr], binding: int = 9) -> Expr:
-    terms = tuple(dict.fromkeys(term for expr in of for term in expr.terms))
-    show = next((expr.show for expr in of if expr.show is not number), number)
-    return Expr(text, value, terms, frozenset().union(*(expr.names for expr in of)), binding, show)
+def _joined(text: str, value: Callable[[Scope], Any], exprs: Sequence[Expr], binding: int = 9) -> Expr:
+    terms = tuple(dict.fromkeys(term for expr in exprs for term in expr.terms))
+    show = next((expr.show for expr in exprs if expr.show is not number), number)
+    return Expr(text, value, terms, frozenset().union(*(expr.names for expr in exprs)), binding, show)
 
 
 _NEEDS = {"<": "less than", "<=": "at most", ">": "more than", ">=": "at least"}
 
 
-def _binary(symbol: str, of: Callable[[Any, Any], Any], binding: int, a: Any, b: Any) -> Expr:
+def _binary(symbol: str, operation: Callable[[Any, Any], Any], binding: int, a: Any, b: Any) -> Expr:
     a, b = _as_expr(a), _as_expr(b)
     compares = binding == 4  # a comparison of comparisons needs parentheses on both sides
     text = f"{_within(a, binding + compares)} {symbol} {_within(b, binding + (compares or symbol in '-/'))}"
-    joined = _joined(text, lambda scope: of(a.value(scope), b.value(scope)), (a, b), binding)
+    joined = _joined(text, lambda scope: operation(a.value(scope), b.value(scope)), (a, b), binding)
     show = joined.show
     if not compares:
         return dataclasses.replace(joined, show=number if symbol == "/" else show)
@@ -146,11 +147,11 @@ def shares(*names: str) -> list[Metric]:
     return [Metric(name, show=share) for name in names]
 
 
-def function(words: str, of: Callable[..., Any], *exprs: Any) -> Expr:
+def function(words: str, compute: Callable[..., Any], *exprs: Any) -> Expr:
     """Returns a function of several expressions, written as `words(a, b)`."""
     parts = [_as_expr(expr) for expr in exprs]
     text = f"{words}({', '.join(part.text for part in parts)})"
-    return _joined(text, lambda scope: of(*(part.value(scope) for part in parts)), parts)
+    return _joined(text, lambda scope: compute(*(part.value(scope) for part in parts)), parts)
 
 
 def largest(*exprs: Any) -> Expr:
@@ -163,21 +164,21 @@ def smallest(*exprs: Any) -> Expr:
     return _extreme("smallest", min, exprs)
 
 
-def _extreme(word: str, of: Callable[..., float], exprs: Sequence[Any]) -> Expr:
-    extreme = function(of.__name__, lambda *values: of(values), *exprs)
+def _extreme(word: str, pick: Callable[..., float], exprs: Sequence[Any]) -> Expr:
+    extreme = function(pick.__name__, lambda *values: pick(values), *exprs)
     metrics = " and ".join(dict.fromkeys(metric.label for metric, _ in extreme.terms))
     variants = ", ".join(dict.fromkeys(variant for _, variant in extreme.terms))
     return dataclasses.replace(extreme, brief=f"{word} of {metrics}: {variants}" if extreme.terms else "")
 
 
-def largest_of_all(of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:
+def largest_of_all(value_of: Callable[[Result], float], which: Callable[[Result], bool], words: str) -> Expr:
     """Returns the largest value of the variants of the study that `which` selects, 0 without any; text is `words`."""
 
     def value(scope: Scope) -> float:
         values = []
         for result in filter(which, scope.study):
             with contextlib.suppress(Missing):
-                values.append(of(result))
+                values.append(value_of(result))
         return max(values, default=0.0)
 
     return Expr(words, value)
@@ -198,19 +199,19 @@ def rising(*exprs: Any) -> Expr:
     return function("rising", lambda *values: all(a < b for a, b in itertools.pairwise(values)), *exprs)
 
 
-def check(of: Callable[..., Any], *variants: str, words: str = "", shows: Sequence[Quantity] = ()) -> Expr:
+def check(holds: Callable[..., Any], *variants: str, words: str = "", shows: Sequence[Quantity] = ()) -> Expr:
     """Returns a function of whole `Result`s, if no expression will do; its docstring, or `words`, is the criterion.
 
     It takes the results of `variants`, by default of all that finished, on the seeds that they share. The numbers of
     the metrics in `shows` are printed with it.
     """
-    text = words or (of.__doc__ or "").strip().splitlines()[0].rstrip(".")
+    text = words or (holds.__doc__ or "").strip().splitlines()[0].rstrip(".")
     terms = tuple((metric, name) for metric in shows for name in variants)
 
     def value(scope: Scope) -> Any:
         if variants:
-            return of(*(scope.results[name] for name in variants))
-        return of(*shared_seeds([result for result in scope.study if result.seeds]))
+            return holds(*(scope.results[name] for name in variants))
+        return holds(*shared_seeds([result for result in scope.study if result.seeds]))
 
     return Expr(text, value, terms, frozenset(variants), 1)
 
@@ -233,34 +234,22 @@ def peak(layers: Expr) -> Expr:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper, or of ours, with the expression that decides it.
-
-    Attributes:
-      says: The claim.
-      holds: Decides it, in every case.
-      given: Decides whether the claim is testable; None if it always is.
-      cases: What `*` stands for; every match if None; for a function, the variants that it selects, and `*` is then a
-        whole name.
-      largest: Only the testable case with the largest value is judged, for claims of the form 'by up to'.
-      most: Holds if more than half of the testable cases do, instead of all.
-      revised: Why the criterion was changed after numbers that it judges were known, and the first criterion; an empty
-        tuple stands for a criterion from before the data.
-      added: Why the claim was first stated after the data.
-      note: Further numbers of a case, from the results of the variants in `holds`.
-      unmeasured: Why nothing here measures it.
-    """
+    """A sentence of a paper, or of ours, with the expression that decides it."""
 
     says: str
-    holds: Expr | None = None
-    given: Expr | None = None
+    holds: Expr | None = None  # decides it, in every case
+    given: Expr | None = None  # decides whether it is testable; None if it always is
     _: dataclasses.KW_ONLY
+    # What `*` stands for; every match if None; for a function the variants that it selects, and `*` is a whole name.
     cases: Sequence[str] | Callable[[Result], bool] | None = None
-    largest: Expr | None = None
-    most: bool = False
+    largest: Expr | None = None  # only the testable case with the largest value is judged: claims of 'by up to'
+    most: bool = False  # holds if more than half of the testable cases do, instead of all
+    # Why the criterion was changed after numbers that it judges were known, and the first criterion; an empty tuple
+    # stands for a criterion from before the data.
     revised: "tuple[()] | tuple[str, Claim]" = ()
-    added: str = ""
-    note: Callable[[Scope], str] | None = None
-    unmeasured: str = ""
+    added: str = ""  # why it was first stated after the data
+    note: Callable[[Scope], str] | None = None  # further numbers of a case, from the variants in `holds`
+    unmeasured: str = ""  # why nothing here measures it
 
     @property
     def criterion(self) -> str:
@@ -308,13 +297,13 @@ def judge(claim: Claim, results: Results) -> Judged:
     """Decides a claim on the means over the seeds that all variants of a case finished."""
     if claim.holds is None:
         return Judged("not measured", claim)
-    names = claim.holds.names.union(*(of.names for of in (claim.given, claim.largest) if of is not None))
+    names = claim.holds.names.union(*(expr.names for expr in (claim.given, claim.largest) if expr is not None))
     cases, missing, all_variants = [], [], list(results.values())
     for case in _cases(claim, names, results):
         try:
             ordered = sorted(names)
-            found = shared_seeds([results[name.replace("*", case)] for name in ordered])
-            cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, found, strict=True)), all_variants)))
+            shared = shared_seeds([results[name.replace("*", case)] for name in ordered])
+            cases.append(_judge_case(claim, case, Scope(dict(zip(ordered, shared, strict=True)), all_variants)))
         except (Missing, ArithmeticError) as error:
             missing.append(f"{case}: {error}" if case else str(error))
     if claim.largest is not None and cases:
@@ -334,8 +323,8 @@ def _cases(claim: Claim, names: Iterable[str], results: Results) -> list[str]:
         return [name for name in results if claim.cases(results[name])]
     if claim.cases is not None:
         return [case for case in claim.cases if all(name.replace("*", case) in results for name in names)]
-    found = [case for name in (*results, *results.aliases) if (case := case_in(starred[0], name))]
-    return [case for case in found if all(name.replace("*", case) in results for name in names)]
+    cases = [case for name in (*results, *results.aliases) if (case := case_in(starred[0], name))]
+    return [case for case in cases if all(name.replace("*", case) in results for name in names)]
 
 
 def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
@@ -347,18 +336,20 @@ def _judge_case(claim: Claim, case: str, scope: Scope) -> Case:
     brief = ""
     order = {result.name: i for i, result in enumerate(scope.study)}
     terms = [(metric, scope.results[name]) for metric, name in claim.holds.terms]
-    for metric, of in sorted(terms, key=lambda term: order[term[1].name]):
-        paper = f" ({paper})" if (paper := of.printed(metric)) else ""
-        parts.setdefault(metric, []).append(f"{of.name} {mean_and_range(of.values(metric), metric.text)}{paper}")
+    for metric, result in sorted(terms, key=lambda term: order[term[1].name]):
+        paper = f" ({paper})" if (paper := result.printed(metric)) else ""
+        values = mean_and_range(result.values(metric), metric.text)
+        parts.setdefault(metric, []).append(f"{result.name} {values}{paper}")
     texts = [f"{metric.label}: {', '.join(values)}" for metric, values in parts.items()]
     for metric in list(parts)[:1]:
-        read = {name for of in (claim.holds, claim.given) if of is not None for m, name in of.terms if m == metric}
-        briefly = sorted((scope.results[name] for name in read), key=lambda of: order[of.name])
-        brief = ", ".join(f"{of.name} {metric.text(of[metric])}" for of in briefly)
+        exprs = [expr for expr in (claim.holds, claim.given) if expr is not None]
+        read = {name for expr in exprs for term, name in expr.terms if term == metric}
+        briefly = sorted((scope.results[name] for name in read), key=lambda result: order[result.name])
+        brief = ", ".join(f"{result.name} {metric.text(result[metric])}" for result in briefly)
     if claim.note:
         texts.append(claim.note(scope))
     lacks = "" if testable or claim.given is None else claim.given.shortfall(scope).replace("*", case)
-    reads = frozenset((of.label, result.name) for of, result in terms)
+    reads = frozenset((metric.label, result.name) for metric, result in terms)
     return Case(case, testable, holds, size, texts, lacks, reads, brief)
 
 
@@ -375,11 +366,11 @@ COARSE, MODERATE, _ = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
 INT4 = "int4_zeropoint"
 
 
-def _chance(of: Numbers) -> float:
-    mask: Any = of["model.attention_mask"]
+def _chance(numbers: Numbers) -> float:
+    mask: Any = numbers["model.attention_mask"]
     if mask == "prefix":
         raise Missing("chance with a prefix that all tokens see")
-    return chance_of_first(int(of["data.sequence_length"]), causal=mask == "causal")
+    return chance_of_first(int(numbers["data.sequence_length"]), causal=mask == "causal")
 
 
 @functools.cache
@@ -454,10 +445,10 @@ def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
 
 
-def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more: Any) -> Claim:
-    """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
+def equivalent(says: str, after: str, before: str, **more: Any) -> Claim:
+    """Returns the claim that perplexity is the same within 1%, by two one-sided t-tests paired by seed.
 
-    Definition: the 90% confidence interval of the mean of ln(after / before) lies within +-ln(1 + margin), so that each
+    Definition: the 90% confidence interval of the mean of ln(after / before) lies within +-ln 1.01, so that each
     of the tests has a level of 5%. Too few or too scattered seeds do not show equivalence.
     """
 
@@ -468,9 +459,9 @@ def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more:
         if len(logs) < 2:
             return False
         low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.90) if np.ptp(logs) else (logs[0], logs[0])
-        return bool(-math.log1p(margin) < low and high < math.log1p(margin))
+        return bool(-math.log1p(0.01) < low and high < math.log1p(0.01))
 
-    words = f"90% interval of the change of perplexity from {before} to {after}, paired by seed, within {margin:.0%}"
+    words = f"90% interval of the change of perplexity from {before} to {after}, paired by seed, within 1%"
     return Claim(says, check(within, after, before, words=words, shows=(PPL,)), **more)
 
 

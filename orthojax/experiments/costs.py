@@ -22,11 +22,9 @@ def step_costs(
 ) -> dict[str, dict[str, float]]:
     """Measures the cost of a training step of every variant, interleaved for variants with the same reference.
 
-    Each step is timed `repeats` times, ten at once if it is short; the JSON file `path` keeps the numbers.
-
-    Returns:
-      Variant -> `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of the optimizer
-      state and of the compiled program; nothing for a variant that does not fit into memory.
+    Each step is timed `repeats` times, ten at once if it is short; the JSON file `path` keeps the numbers. A variant
+    has `cost_step_ratio` with its quartiles, `cost_steps_per_second`, and bytes and ratios of optimizer state and
+    compiled program; one that does not fit into memory has none.
     """
     if path.exists():
         costs = read_with_digest(path, "costs")

@@ -26,22 +26,16 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A measurement of a model.
+    """A measurement of a model."""
 
-    Attributes:
-      name: Name of the files that store it, so a new definition needs a new name.
-      measure: (model, inputs, say) -> metrics for results.json, or these and arrays for pictures; `say` takes the name
-        of each finished part.
-    """
-
-    name: str
+    name: str  # of the files that store it, so a new definition needs a new name
+    # (model, inputs, say) -> metrics for results.json, or these and arrays for pictures; `say` takes finished parts.
     measure: Callable[[LoadedModel, Inputs, Say], Metrics | tuple[Metrics, Arrays]]
 
     def of(self, folder: Path, load: Callable[[], LoadedModel], inputs: Inputs, say: Say) -> Metrics:
         """Returns the metrics that an earlier call stored in a run's folder, or loads, measures and stores them.
 
-        Raises:
-          UserError: If the stored files were changed.
+        Raises UserError if the stored files were changed.
         """
         path = folder / "measured" / f"{self.name}.json"
 
@@ -71,9 +65,8 @@ def _observe_maps(taps: Taps) -> tuple[jax.Array, jax.Array]:
 def _maps(loaded: LoadedModel, inputs: Inputs, say: Say) -> tuple[Metrics, Arrays]:
     """Measures attention and hidden states on one sequence: Figures 1 and 27 to 40 of From Attention to Activation.
 
-    Returns:
-      `attention` [4, T, T], mean weight over heads, and `hidden` [4, T, D], |hidden state|: each for the mean over
-      layers, then for layers 0, L / 4 and 3 L / 4 of L, rounded down; `tokens` [T].
+    Mean weights over heads, [4, T, T], and |hidden state|, [4, T, D], each for the mean over layers, then for layers 0,
+    L / 4 and 3 L / 4 of L, rounded down; tokens [T].
     """
     tokens = split_tokens(inputs.evaluation[:1], loaded.config.model)[0]
     observed: Any = analysis.measure(loaded, [tokens], _observe_maps)
@@ -108,8 +101,7 @@ FOUR_BITS = rounded("four_bits", FOUR_BIT)
 def require_same_ids(loaded: LoadedModel, inputs: Inputs, name: str) -> None:
     """Refuses to measure a model on rows of another run whose ids mean other text to the model.
 
-    Raises:
-      UserError: If they do, or if either tokenizer is not known.
+    Raises UserError if they do, or if either tokenizer is not known.
     """
     ids = inputs.evaluation[:, 1:].ravel()  # without a begin token, which has no text
     allowed = "two models with the same token ids, each with its tokenizer"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from orthojax import train
 from orthojax.config import Config, changed_fields, replace
 from orthojax.errors import Interrupted, NonFiniteError, UserError, nearest
 from orthojax.experiments.costs import REPEATS, step_costs
@@ -23,16 +24,6 @@ from orthojax.experiments.stored import COMPUTED, NOT_NEGATIVE, check
 from orthojax.experiments.study import Given, Study, StudyResults, results_of
 from orthojax.files import finite, identity, kept, make_folder, read_with_digest, write_text, write_with_digest
 from orthojax.machine import available_memory_bytes, environment
-from orthojax.train import (
-    DivergedError,
-    Inputs,
-    check_workdir,
-    find_checkpoint,
-    load,
-    open_inputs,
-    require_same_data,
-    train,
-)
 
 _SECONDS_BETWEEN_LINES = 10.0
 _BYTES_OF_A_RUN = 2e9  # of host memory, for as many concurrent runs as there are cores
@@ -66,32 +57,17 @@ def run_name(config: Config, given: Given | None = None) -> str:
 def run_study(
     study: Study,
     scale: str,
-    seeds: Sequence[int],
-    workdir: Path,
+    seeds: Sequence[int],  # of parameters, data order and everything random; the same for every variant
+    workdir: Path,  # of the results
     *,
-    runs_dir: Path = Path("runs/models"),
-    cache_dir: Path = Path("runs/data"),
-    given: Mapping[str, Given] | None = None,
-    jobs: int | None = 1,
-    command: Sequence[str] = (),
-    only: str | None = None,
+    runs_dir: Path = Path("runs/models"),  # trained runs, shared by studies
+    cache_dir: Path = Path("runs/data"),  # tokenised corpora
+    given: Mapping[str, Given] | None = None,  # existing models to measure as well, by name
+    jobs: int | None = 1,  # concurrent runs, each in its own process; None for as many as the machine has room for
+    command: Sequence[str] = (),  # starts such a process; the run is added
+    only: str | None = None,  # trains and measures only this variant, and writes no results.json
 ) -> StudyResults:
     """Trains, measures or computes what is not done yet and writes results.json; a second call resumes.
-
-    Args:
-      study: What to run.
-      scale: One of its scales.
-      seeds: Seeds of parameters, data order and everything random; the same for every variant.
-      workdir: Folder of the results.
-      runs_dir: Folder of trained runs, shared by studies.
-      cache_dir: Folder of tokenised corpora.
-      given: Existing models to measure as well, by name.
-      jobs: Number of concurrent runs, each in its own process; None for as many as the machine has room for.
-      command: Command that starts such a process, to which the run is added.
-      only: Train and measure only this variant, and write no results.json.
-
-    Returns:
-      The results; with `only`, just this variant's.
 
     Raises:
       UserError: For an unknown scale or variant, models if the study takes none, or what `train` refuses.
@@ -116,10 +92,8 @@ def run_study(
     elif not study.trains:
         assert study.cost_reference is not None
         costs = step_costs(configs, study.cost_reference, workdir / "costs.json", repeats=5 * REPEATS)
-        rows = [
-            {"variant": name, "seed": 0, "overrides": changed_fields(Config(), configs[name]), "metrics": of}
-            for name, of in costs.items()
-        ]
+        rows = [{"variant": name, "seed": 0, "overrides": changed_fields(Config(), configs[name]), "metrics": of}
+                for name, of in costs.items()]  # fmt: skip
         content = {"provenance": _provenance((0,), [], time.monotonic() - started), "rows": rows}
     else:
         runs = _runs(configs, models, seeds, runs_dir, workdir)
@@ -147,17 +121,14 @@ def _runs(
 
 
 def _computed(study: Study, seed: int, workdir: Path) -> list[dict[str, Any]]:
-    """Returns the rows of one seed of a computation, reusing those that an earlier call kept."""
     assert study.rows is not None
     path = workdir / "computed" / f"seed{seed}.json"
     if not path.exists():
         print(f"{study.name}: seed {seed}", file=sys.stderr, flush=True)
         path.parent.mkdir(exist_ok=True)
         with jax.enable_x64(True):
-            rows = [
-                row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
-                for row in study.rows(seed)
-            ]
+            rows = [row._asdict() | {"overrides": dict(row.overrides), "metrics": finite(row.metrics)}
+                    for row in study.rows(seed)]  # fmt: skip
         write_with_digest(path, {"rows": rows})
     computed = read_with_digest(path, "computed rows")
     check(computed, COMPUTED, str(path))
@@ -175,10 +146,13 @@ def _trained(
     command: Sequence[str],
 ) -> dict[str, Any]:
     say = _Ticker("text")
-    for config in {_data_of(run.config): run.config for run in runs}.values():
+    data_of = lambda config: (replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval)  # noqa: E731
+    for config in {data_of(run.config): run.config for run in runs}.values():
         if config.data.kind != "bigram_backcopy":  # whose evaluation rows are drawn on a device, by each process
             # Tokenises once, before several processes need it.
-            open_inputs(config, cache_dir, progress=lambda what, done, total, *_: say(f"{what} {done / total:.0%}"))
+            train.open_inputs(
+                config, cache_dir, progress=lambda what, done, total, *_: say(f"{what} {done / total:.0%}")
+            )
     at_once = min(len(runs), jobs or default_jobs())
     if any((run.config.mesh.data, run.config.mesh.fsdp, run.config.mesh.tensor) != (1, 1, 1) for run in runs):
         at_once = 1  # such a run takes all devices
@@ -199,10 +173,6 @@ def _trained(
     return {"provenance": _provenance(seeds, list(sources.values()), seconds), "rows": rows}
 
 
-def _data_of(config: Config) -> object:
-    return replace(config, {"data.seed": 0}).data, config.train.batch_size, config.eval
-
-
 def _provenance(seeds: Sequence[int], data: list[Any], seconds: float) -> dict[str, Any]:
     return environment() | {"seeds": list(seeds), "data": data, "wall_seconds": round(seconds, 1)}
 
@@ -215,7 +185,7 @@ def _row(run: Run) -> dict[str, Any]:
 def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     """Trains and measures what a run still lacks, and returns its row; with `failed` if it diverged."""
     make_folder(run.folder, "folder of a run")
-    inputs = open_inputs(run.config, cache_dir)
+    inputs = train.open_inputs(run.config, cache_dir)
     row = _row(run) | {"data": inputs.provenance}
     say = _Ticker(str(run))
     try:
@@ -230,7 +200,7 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
             row["seconds"] = note["seconds"]
 
         def loaded() -> Any:
-            model = load(checkpoint)._replace(config=run.config)
+            model = train.load(checkpoint)._replace(config=run.config)
             if run.given and run.given.other_data:
                 require_same_ids(model, inputs, run.variant)
             return model
@@ -243,7 +213,7 @@ def _finish(run: Run, study: Study, cache_dir: Path) -> dict[str, Any]:
     return row
 
 
-def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
+def _require_same_given(run: Run, checkpoint: Path, inputs: train.Inputs) -> None:
     """Notes which files and data an existing model is measured with; UserError if what is stored is of others."""
     texts = {"files": repr(identity(checkpoint)), "data": json.dumps(inputs.provenance, sort_keys=True)}
     now = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -254,8 +224,6 @@ def _require_same_given(run: Run, checkpoint: Path, inputs: Inputs) -> None:
 
 
 class _Ticker:
-    """Prints what a run does, at most every ten seconds."""
-
     def __init__(self, name: str):
         self._name, self._started, self._last = name, time.monotonic(), -_SECONDS_BETWEEN_LINES
 
@@ -266,16 +234,15 @@ class _Ticker:
             print(f"{self._name}: {message} ({passed:.0f} s)", file=sys.stderr, flush=True)
 
 
-def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
+def _train(run: Run, inputs: train.Inputs, say: _Ticker) -> Path:
     """Trains a run to its end, unless an earlier call did, and returns its last checkpoint."""
     diverged, steps = run.folder / "diverged.txt", run.config.train.steps
-    check_workdir(run.folder, run.config)
+    train.check_workdir(run.folder, run.config)
     if diverged.exists():  # a deterministic run diverges again
-        raise DivergedError(f"{diverged.read_text().strip()}\ndelete {diverged} to train it again")
+        raise train.DivergedError(f"{diverged.read_text().strip()}\ndelete {diverged} to train it again")
     if not (run.folder / "trained.json").exists():
-        started = time.monotonic()
+        started, kurtosis = time.monotonic(), ""  # at the last probe
         try:
-            kurtosis = ""  # at the last probe
 
             def on_line(line: dict[str, Any]) -> None:
                 nonlocal kurtosis
@@ -283,14 +250,14 @@ def _train(run: Run, inputs: Inputs, say: _Ticker) -> Path:
                     kurtosis = f", kurtosis {line['kurtosis_first']:.1f}"
 
             on_step = lambda step, loss: say(f"step {step:,} of {steps:,}, loss {loss:.2f}{kurtosis}")  # noqa: E731
-            train(run.config, inputs, run.folder, on_step=on_step, on_line=on_line)
-        except DivergedError as error:
+            train.train(run.config, inputs, run.folder, on_step=on_step, on_line=on_line)
+        except train.DivergedError as error:
             write_text(diverged, f"{error}\n")
             raise
         seconds = round(time.monotonic() - started, 1)
         write_with_digest(run.folder / "trained.json", environment() | {"seconds": seconds})
-    checkpoint = find_checkpoint(run.folder)
-    require_same_data(checkpoint, inputs.provenance)  # also of a run that an earlier call finished
+    checkpoint = train.find_checkpoint(run.folder)
+    train.require_same_data(checkpoint, inputs.provenance)  # also of a run that an earlier call finished
     return checkpoint
 
 
@@ -323,7 +290,6 @@ def _in_processes(runs: Sequence[Run], command: Sequence[str], at_once: int) -> 
 
 
 def _places(count: int) -> list[tuple[dict[str, str], set[int]]]:
-    """Returns environment and CPU cores for each of several processes."""
     if gpus := _gpus():
         together = -(-count // len(gpus))
         memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / together:.3f}"} if together > 1 else {}

@@ -90,11 +90,7 @@ def check_metrics(metrics: Any, where: str) -> dict[str, float]:
 
 
 def read_results_file(path: Path) -> dict[str, Any]:
-    """Reads a results.json.
-
-    Raises:
-      UserError: If there is none, or for a wrong shape, naming row and field.
-    """
+    """Reads a results.json; raises UserError if there is none, or for a wrong shape, naming row and field."""
     raw = read_with_digest(path, "results.json")
     check(raw, RESULTS, str(path))
     for i, row in enumerate(raw["rows"]):

@@ -23,17 +23,11 @@ from orthojax.report.tables import Columns, Quantities
 
 
 class Given(NamedTuple):
-    """An existing model that is measured and not trained.
+    """An existing model that is measured and not trained."""
 
-    Attributes:
-      config: Config of its run, with the data and the evaluation rows that it is measured on.
-      checkpoint: The step folder, or a pretrained model.
-      other_data: Whether these rows come from another run, whose token ids must have the same meaning.
-    """
-
-    config: Config
-    checkpoint: Path
-    other_data: bool = False
+    config: Config  # of its run, with the data and the evaluation rows that it is measured on
+    checkpoint: Path  # the step folder, or a pretrained model
+    other_data: bool = False  # whether these rows come from another run, whose token ids must have the same meaning
 
 
 class Row(NamedTuple):
@@ -45,18 +39,12 @@ class Row(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The origin of a study's committed numbers.
+    """The origin of a study's committed numbers."""
 
-    Attributes:
-      seeds: All seeds.
-      minutes: Time of one seed, summed over its runs, as committed; 0 if unknown. Nothing is extrapolated from the
-        current machine, on which other work may be running.
-      made: Date and device.
-    """
-
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # all of them
+    # Of one seed, summed over its runs, as committed; 0 if unknown. Nothing is extrapolated from the current machine.
     minutes: float
-    made: str
+    made: str  # date and device
 
     def __str__(self) -> str:
         took = f": {duration(60 * self.minutes)} a seed, summed over its runs" if self.minutes else ""
@@ -67,7 +55,7 @@ class Published(NamedTuple):
 def _published() -> dict[str, dict[str, Published]]:
     content = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
     at = lambda of: Published(tuple(of["seeds"]), of["minutes"], of["made"])  # noqa: E731
-    return {name: {scale: at(of) for scale, of in scales.items()} for name, scales in content.items()}
+    return {name: {scale: at(published) for scale, published in scales.items()} for name, scales in content.items()}
 
 
 Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper prints
@@ -75,53 +63,33 @@ Paper = Mapping[str, Mapping[str, float]]  # variant -> metric -> what the paper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A table, figure or appendix: an entry that reads like its caption. It has either `runs` or `rows`.
+    """A table, figure or appendix: an entry that reads like its caption. It has either `runs` or `rows`."""
 
-    Attributes:
-      name: As in --experiment.
-      title: One line.
-      runs: Scale -> variant -> config of the models that are trained; a seed replaces `train.seed` and `data.seed`.
-      rows: Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
-      scales: Scales for which `runs` is defined.
-      seeds: Default seeds.
-      also: Further names, such as of figures that differ only by model.
-      models: The models of --model by name -> the models measured beside the runs, including installed ones; None for a
-        study that takes none.
-      measures: Measures beyond `measures.ALWAYS`.
-      rounding: Whether the perplexity of language models at each of `quant.SETTINGS` is also measured.
-      cost_reference: Variant -> the variant that the time and memory of its training step are relative to; if given,
-        they are measured, as metrics `cost_*`.
-      trains: False if these costs are all that is measured.
-      aliases: Further names of variants for claims, if variants depend on scale or on given models: alias -> variant.
-      paper: The numbers that the paper prints, for all scales or as a function of the scale.
-      columns: Columns of the table of all variants.
-      tables: Further tables.
-      claims: Claims with their criteria.
-      pictures: By name; see `figures`.
-      headlines: (metric, variant before, variant after) of the numbers on top of the page.
-      note: What a reader must know besides the table.
-    """
-
-    name: str
+    name: str  # as in --experiment
     title: str
+    # Scale -> variant -> config of the models that are trained; a seed replaces `train.seed` and `data.seed`.
     runs: Callable[[str], Mapping[str, Config]] | None = None
+    # Seed -> rows that follow from formulas, samples or models too small to be runs; with float64 enabled.
     rows: Callable[[int], Iterable[Row]] | None = None
-    scales: tuple[str, ...] = ("tiny",)
-    seeds: tuple[int, ...] = (0,)
-    also: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ("tiny",)  # for which `runs` is defined
+    seeds: tuple[int, ...] = (0,)  # by default
+    also: tuple[str, ...] = ()  # further names, such as of figures that differ only by model
+    # The models of --model by name -> those measured beside the runs, including installed ones; None if it takes none.
     models: Callable[[Mapping[str, Given]], Mapping[str, Given]] | None = None
-    measures: tuple[Measure, ...] = ()
-    rounding: bool = True
+    measures: tuple[Measure, ...] = ()  # beyond `measures.ALWAYS`
+    rounding: bool = True  # whether the perplexity of language models at each of `quant.SETTINGS` is also measured
+    # Variant -> the one that time and memory of its training step are relative to; they are then metrics `cost_*`.
     cost_reference: Callable[[str], str] | None = None
-    trains: bool = True
+    trains: bool = True  # False if these costs are all that is measured
+    # Alias -> variant: further names for claims, if variants depend on scale or on given models.
     aliases: Callable[["StudyResults"], Mapping[str, str]] | None = None
-    paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)
-    columns: Quantities = ()
-    tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()
+    paper: Paper | Callable[[str], Paper] = dataclasses.field(default_factory=dict)  # for all scales, or by scale
+    columns: Quantities = ()  # of the table of all variants
+    tables: Sequence[Callable[[Results], Table | Sequence[Table]]] = ()  # further ones
     claims: Sequence[Claim] = ()
     pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
-    headlines: Sequence[tuple[str | Quantity, str, str]] = ()
-    note: str = ""
+    headlines: Sequence[tuple[str | Quantity, str, str]] = ()  # (metric, variant before, variant after), on top
+    note: str = ""  # what a reader must know besides the table
 
     @property
     def published(self) -> Mapping[str, Published]:
@@ -136,8 +104,7 @@ class Study:
     def runs_at(self, scale: str) -> Mapping[str, Config]:
         """Returns the runs of one scale; none for a computation.
 
-        Raises:
-          UserError: If the study does not have the scale.
+        Raises UserError if the study does not have the scale.
         """
         if scale not in self.scales:
             allowed, hint = " | ".join(self.scales), nearest(scale, self.scales)
@@ -195,8 +162,7 @@ class StudyResults(Results):
 def read_results(study: Study, folder: Path, *more: Path) -> StudyResults:
     """Reads a folder's results.json, from this study or one that shares variants with it; adds rows of further folders.
 
-    Raises:
-      UserError: If there is none, its shape is wrong, or it has no variant of the study.
+    Raises UserError if there is none, its shape is wrong, or it has no variant of the study.
     """
     parts = [read_results_file(at / "results.json") for at in (folder, *more)]
     for at, part in zip((folder, *more), parts, strict=True):
@@ -209,20 +175,20 @@ def read_results(study: Study, folder: Path, *more: Path) -> StudyResults:
     return results_of(study, raw, folder)
 
 
-def _joined(of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the provenance of several results: all seeds, dates, devices, versions and data, and the sum of times."""
-    joined: dict[str, Any] = {"seeds": sorted({seed for part in of for seed in part["seeds"]})}
+    joined: dict[str, Any] = {"seeds": sorted({seed for part in parts for seed in part["seeds"]})}
     for key in ("date", "device"):
-        if found := dict.fromkeys(part[key] for part in of if key in part):
-            joined[key] = "; ".join(found)
+        if values := dict.fromkeys(part[key] for part in parts if key in part):
+            joined[key] = "; ".join(values)
     versions: dict[str, dict[str, None]] = {}
-    for name, version in (item for part in of for item in part.get("versions", {}).items()):
+    for name, version in (item for part in parts for item in part.get("versions", {}).items()):
         versions.setdefault(name, {})[version] = None
-    data = [entry for part in of for entry in part.get("data", ())]
-    joined |= {"versions": {name: " and ".join(found) for name, found in versions.items()}} if versions else {}
+    data = [entry for part in parts for entry in part.get("data", ())]
+    joined |= {"versions": {name: " and ".join(several) for name, several in versions.items()}} if versions else {}
     joined |= {"data": [entry for i, entry in enumerate(data) if entry not in data[:i]]}
-    if all("wall_seconds" in part for part in of):
-        joined["wall_seconds"] = sum(part["wall_seconds"] for part in of)
+    if all("wall_seconds" in part for part in parts):
+        joined["wall_seconds"] = sum(part["wall_seconds"] for part in parts)
     return joined
 
 
@@ -266,13 +232,13 @@ def make_report(results: StudyResults) -> Report:
         except Missing:
             continue
     judged = [judge(claim, results) for claim in study.claims]
-    untestable = {read for of in judged for case in of.cases if not case.testable for read in case.reads}
+    untestable = {read for claim in judged for case in claim.cases if not case.testable for read in case.reads}
     return Report(
         title=study.title[:1].upper() + study.title[1:],
         setting=_setting(results),
         sentences=[study.note, *_about_the_data(results)],
         headlines=_headlines(results),
-        verdicts=[as_verdict(of) for of in judged],
+        verdicts=[as_verdict(claim) for claim in judged],
         tables=[_plain(table, untestable) for table in tables],
         pictures=pictures,
         notes=_notes(results),
@@ -282,14 +248,13 @@ def make_report(results: StudyResults) -> Report:
 
 def _plain(table: Table, untestable: Collection[tuple[str, str]]) -> Table:
     """Returns a table without bold in cells, by column and row, that a claim calls not testable."""
-    rows = [
-        [
-            of._replace(bold=False) if isinstance(of, Cell) and (column, row[0]) in untestable else of
-            for column, of in zip(table.columns, row, strict=True)
-        ]
-        for row in table.rows
-    ]
-    return table._replace(rows=rows)
+
+    def plain(cell: str | Cell, column: str, row: str | Cell) -> str | Cell:
+        return cell._replace(bold=False) if isinstance(cell, Cell) and (column, row) in untestable else cell
+
+    return table._replace(
+        rows=[[plain(*cells, row[0]) for cells in zip(row, table.columns, strict=True)] for row in table.rows]
+    )
 
 
 def as_verdict(judged: Judged) -> Verdict:
@@ -307,16 +272,16 @@ def as_verdict(judged: Judged) -> Verdict:
     if claim.revised:
         why, first = claim.revised
         remarks.append(f"Revised after the data: {why}. First: {first.criterion}; under it: {judged.first}")
-    of = judged.cases
-    brief = f"{sum(case.holds for case in of)} of {len(of)} cases" if of else ""
-    if len(of) == 1:  # for an untestable one what it lacks, without the metric's name
-        lacks = of[0].lacks if judged.verdict == "not testable" else ""
-        brief = lacks.partition(": ")[2] or lacks or of[0].brief
+    cases = judged.cases
+    brief = f"{sum(case.holds for case in cases)} of {len(cases)} cases" if cases else ""
+    if len(cases) == 1:  # for an untestable one what it lacks, without the metric's name
+        lacks = cases[0].lacks if judged.verdict == "not testable" else ""
+        brief = lacks.partition(": ")[2] or lacks or cases[0].brief
     return Verdict(judged.verdict, claim.says, numbers, claim.criterion, remarks, brief)
 
 
 def _headlines(results: StudyResults) -> list[tuple[str, str, str]]:
-    found = []
+    shown = []
     for metric, before, after in results.study.headlines:
         quantity = as_quantity(metric)
         try:
@@ -327,8 +292,8 @@ def _headlines(results: StudyResults) -> list[tuple[str, str, str]]:
         known, config = quantity.name != "perplexity", results[after].config
         beside = analysis.compared_with(quantity.name, {}, analysis.conditions(config)) if known and config else ""
         several = [of for of, *_ in results.study.headlines].count(metric) > 1
-        found.append((quantity.label + (f", {after}" if several else ""), " → ".join(numbers), beside))
-    return found
+        shown.append((quantity.label + (f", {after}" if several else ""), " → ".join(numbers), beside))
+    return shown
 
 
 def _setting(results: StudyResults) -> str:
@@ -341,10 +306,10 @@ def _setting(results: StudyResults) -> str:
 
 
 def _about_the_data(results: StudyResults) -> list[str]:
-    configs = [of.config for of in results.values() if of.config is not None and results.study.trains]
+    configs = [result.config for result in results.values() if result.config is not None and results.study.trains]
     sentences, elsewhere = [], results.study.published
     if elsewhere and results.scale not in elsewhere:
-        commands = [f"--scale={scale} {of}" for scale, of in elsewhere.items()]
+        commands = [f"--scale={scale} {option}" for scale, option in elsewhere.items()]
         sentences.append(f"What is published of this experiment is another scale: {'; '.join(commands)}.")
     if len(results.seeds) == 1 and configs:
         known = elsewhere[results.scale].seeds if results.scale in elsewhere else ()

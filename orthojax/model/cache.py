@@ -71,16 +71,12 @@ class CachedLayer(NamedTuple):
         return key, value
 
 
-def init_cache(
-    config: ModelConfig, batch: int, size: int, dtype: jax.typing.DTypeLike | None = None, *, sinks: int = 0
-) -> KVCache:
+def init_cache(config: ModelConfig, batch: int, size: int, *, sinks: int = 0) -> KVCache:
     """Makes an empty cache of `size` slots, the most keys that a query sees, for a batch of B rows.
 
-    A `dtype` of None means `config.dtype`; the first `sinks` tokens stay when the cache is full.
-
-    Raises:
-      ValueError: For a model whose tokens see later ones, no slots, sinks that leave no slot for other tokens, or more
-        slots than learned positions.
+    It has the dtype of the config; the first `sinks` tokens stay when the cache is full. Raises ValueError for
+    a model whose tokens see later ones, no slots, sinks that leave no slot for other tokens, or more slots than learned
+    positions.
     """
     if config.attention_mask != "causal":
         problem = f"a cache for a model with attention_mask={config.attention_mask!r}, whose tokens see later ones"
@@ -92,8 +88,7 @@ def init_cache(
     if config.position == "learned" and size > config.max_length:
         allowed = f"at most the model's max_length={config.max_length}, since its positions are learned"
         raise UserError(f"a cache of {size} tokens", allowed=allowed)
-    dtype = config.dtype if dtype is None else dtype
-    keys, values = (jnp.zeros(shape, dtype) for shape in _shapes(config, batch, size))
+    keys, values = (jnp.zeros(shape, config.dtype) for shape in _shapes(config, batch, size))
     return KVCache(keys, values, jnp.int32(0), jnp.int32(sinks))
 
 
@@ -105,13 +100,10 @@ def _shapes(config: ModelConfig, batch: int, size: int) -> tuple[tuple[int, ...]
 def plan(cache: KVCache, config: ModelConfig, shape: tuple[int, ...], given: Interventions | None) -> Slots:
     """Assigns slots to (B, T) tokens that follow those of a cache, and computes what they then see.
 
-    Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot
-    sinks + (p - sinks) mod R. Positions count only the tokens that are left. Masks compare positions, so the model's
-    own window also counts tokens of the cache.
-
-    Raises:
-      ValueError: For a cache of another model or batch, more tokens than slots, several tokens if they would overwrite
-        those that they see (outside jit, where the length is known), or interventions by position.
+    Slot j < sinks holds token j; the others, a ring of R = S - sinks slots, hold token p in slot sinks + (p - sinks)
+    mod R. Positions count only the tokens that are left. Masks compare positions, so the model's own window also counts
+    tokens of the cache. Raises ValueError for a cache of another model or batch, more tokens than slots, several tokens
+    if they would overwrite those that they see (outside jit, where the length is known), or interventions by position.
     """
     batch, length = shape
     expected = _shapes(config, batch, cache.size)

@@ -98,10 +98,8 @@ def stream(
 def _require_whole_prefix(loaded: LoadedModel, length: int) -> None:
     relaxed = loaded.model.config.relaxed_causal_tokens
     if relaxed > 1 and length < relaxed:
-        raise UserError(
-            f"a prompt of {length} tokens for a model whose first {relaxed} tokens see each other",
-            allowed=f"a prompt of at least {relaxed} tokens: it has not learned to predict those",
-        )
+        problem = f"a prompt of {length} tokens for a model whose first {relaxed} tokens see each other"
+        raise UserError(problem, allowed=f"a prompt of at least {relaxed} tokens: it has not learned to predict those")
 
 
 _LEAST_TEMPERATURE = 1e-6  # logits over less may not be finite
@@ -134,14 +132,8 @@ def stream_loss_nats(loaded: LoadedModel, tokens: ArrayLike, window: int | None 
 
     The predictions of softmax models fail as soon as the first tokens leave the window, and hold with some of them as
     sinks: StreamingLLM, arXiv 2309.17453, Table 1. Tokens are int [T + 1] or [B, T + 1]; the first is only read;
-    `window` and `sinks` are those of `stream`.
-
-    Returns:
-      float32 [T] or [B, T], in nats.
-
-    Raises:
-      ValueError: As for `stream`; also for a model whose first tokens see each other, and so the tokens that they
-        predict.
+    `window` and `sinks` are those of `stream`. Returns float32 [T] or [B, T], in nats. Raises ValueError as for
+    `stream`; also for a model whose first tokens see each other, and so the tokens that they predict.
     """
     check_options(1, window=window, sinks=sinks)
     ids = _token_ids(loaded, tokens, fewest=2)
@@ -179,7 +171,6 @@ def _token_ids(loaded: LoadedModel, ids: ArrayLike, fewest: int = 1) -> np.ndarr
 
 
 def _cache(loaded: LoadedModel, batch: int, prompt: int, total: int, window: int | None, sinks: int) -> KVCache:
-    """Makes an empty cache for a text of `total` tokens that starts with a prompt."""
     c = loaded.model.config
     if window is not None:
         return init_cache(c, batch, window + sinks, sinks=sinks)

@@ -107,8 +107,7 @@ _PAIRS = {"forced_weights": "forced_share"} | {
 def attention_pattern(kind: Literal["identity", "first", "previous"], length: int) -> jax.Array:
     """Puts attention weights [T, S] of 1 on one key: each query's own, the first, or the previous (0 for query 0).
 
-    Raises:
-      ValueError: For an unknown kind.
+    Raises ValueError for an unknown kind.
 
     >>> attention_pattern("previous", 3).tolist()
     [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -125,8 +124,7 @@ def split_layers(
 ) -> tuple[Interventions, Interventions]:
     """Checks interventions; splits them into arrays [L, ...] by layer, and those [B or 1, 1, T, S] that layers share.
 
-    Raises:
-      ValueError: For a shape that is not allowed, or only one of two fields that belong together.
+    Raises ValueError for a shape that is not allowed, or only one of two fields that belong together.
     """
     given = Interventions() if interventions is None else interventions
     if not isinstance(given, Interventions):
@@ -173,22 +171,22 @@ def scale_first(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x * jnp.where(first, factor.reshape(1, 1, *factor.shape).astype(x.dtype), 1)
 
 
-def force_weights(weights: jax.Array, given: Interventions) -> jax.Array:
+def force_weights(weights: jax.Array, interventions: Interventions) -> jax.Array:
     """Replaces the model's attention weights [B, N, T, S] by the forced ones."""
-    if given.forced_weights is None or given.forced_share is None:
+    if interventions.forced_weights is None or interventions.forced_share is None:
         return weights
-    share = given.forced_share
-    return blend(weights, given.forced_weights, share.reshape(1, share.shape[0], -1, 1))
+    share = interventions.forced_share
+    return blend(weights, interventions.forced_weights, share.reshape(1, share.shape[0], -1, 1))
 
 
-def intervene(x: jax.Array, given: Interventions, part: Literal["attention", "mlp"]) -> jax.Array:
+def intervene(x: jax.Array, interventions: Interventions, part: Literal["attention", "mlp"]) -> jax.Array:
     """Scales, then replaces what a part adds to the residual stream, [B, T, D]."""
-    scale, first = getattr(given, f"{part}_scale"), getattr(given, f"first_{part}_scale")
+    scale, first = getattr(interventions, f"{part}_scale"), getattr(interventions, f"first_{part}_scale")
     if scale is not None:
         x = x * scale.astype(x.dtype)
     if first is not None:
         x = scale_first(x, first.reshape(1))
-    return replace(x, getattr(given, f"{part}_output"), getattr(given, f"{part}_output_share"))
+    return replace(x, getattr(interventions, f"{part}_output"), getattr(interventions, f"{part}_output_share"))
 
 
 def replace(x: jax.Array, values: jax.Array | None, share: jax.Array | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A model with its parameters, and trees of parameters with stacked or separate layers."""
+"""A model with its parameters, and trees of parameters with stacked or separate layers; without flax."""
 
 import dataclasses
 from pathlib import Path
@@ -45,13 +45,8 @@ def stack_layers(params: Params) -> Params:
 def fold_embedding_projection(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
     """Multiplies the matrices of `ModelConfig.embedding_projection` into the token table and the head.
 
-    The logits do not change. Tied embeddings become untied, since the two matrices differ.
-
-    Returns:
-      The parameters of the plain model, and its config.
-
-    Raises:
-      UserError: For a model without these matrices.
+    The logits do not change. Tied embeddings become untied, since the two matrices differ. Returns the parameters of
+    the plain model, and its config. Raises UserError for a model without these matrices.
     """
     if not config.embedding_projection:
         raise UserError("model.embedding_projection=False: nothing to fold", allowed="a model that has it")

@@ -99,7 +99,6 @@ class Block(nn.Module):
         return x, self.observe(seen)
 
     def _normed(self, x: jax.Array, part: Literal["attention", "mlp"], at: Literal["input", "output"]) -> jax.Array:
-        """Applies the norm at the input or at the output of a part, if it is there."""
         places = {"output_norm": ["output"], "sandwich_norm": ["input", "output"]}.get(self.config.block, ["input"])
         second = len(places) > 1 and at == "output"
         return Norm(self.config, name=f"{part}_output_norm" if second else f"{part}_norm")(x) if at in places else x
@@ -305,12 +304,7 @@ def prefix_lengths(tokens: jax.Array, config: ModelConfig) -> jax.Array:
 
 @functools.cache
 def parameter_shapes(config: ModelConfig) -> Any:
-    """Returns the parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed, and the tree is shared.
-
-    >>> shapes = parameter_shapes(ModelConfig(vocab_size=7, d_model=4, num_heads=2, d_mlp=8))
-    >>> shapes["token_embedding"]["embedding"].shape
-    (7, 4)
-    """
+    """Returns the parameters that a model has, as jax.ShapeDtypeStruct; nothing is computed, and the tree is shared."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens)["params"]
 

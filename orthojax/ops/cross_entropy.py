@@ -46,9 +46,6 @@ def positions_at_once(B: int, T: int, V: int, asked: int | None = None, dtype: D
     least one, or somewhat fewer if that makes all chunks equally long. `dtype` is the dtype of the logits. On the Auto
     axes of the current mesh (`jax.set_mesh`), sequences are split over "data" and "fsdp" and the vocabulary over
     "tensor", if they divide.
-
-    >>> positions_at_once(16, 64, 2048), positions_at_once(4, 8, 10, asked=3)
-    (64, 3)
     """
     if asked is not None:
         return max(min(asked, T), 1)
@@ -72,7 +69,6 @@ def _shards(mesh: jax.sharding.AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def _batch_axes(mesh: jax.sharding.AbstractMesh, B: int) -> tuple[str, ...]:
-    """Returns the mesh axes over which sequences are split."""
     axes = tuple(name for name in BATCH_AXES if name in _auto_axes(mesh))
     return axes if B % _shards(mesh, axes) == 0 else ()
 

@@ -290,15 +290,9 @@ def fixed_transform(
     take two products, which the signs are part of. Other platforms use one dense matrix up to n = 1,024, because 2 n
     FLOP per element take no longer than reading it, and the two factors above.
 
-    Args:
-      x: A float array [..., n, ...].
-      axis: The transformed axis, >= 0.
-      kind: `dct` is the orthonormal DCT-II for every n.
-      transpose: Apply F^T.
-      signs: +1 and -1, broadcast against x: the result is F (signs * x), or signs * (F^T x).
-
-    Raises:
-      ValueError: For another kind, an axis that x does not have, or x of another dtype.
+    `dct` is the orthonormal DCT-II for every n. x is a float array [..., n, ...], `axis` >= 0; `signs`, +1 and -1, are
+    broadcast against x: the result is F (signs * x), or with `transpose` signs * (F^T x). Raises ValueError for another
+    kind, an axis that x does not have, or x of another dtype.
 
     >>> x = jnp.array([1.0, 0.0, 0.0, 0.0])
     >>> print(fixed_transform(x, 0))
@@ -366,8 +360,8 @@ def hadamard_matrix(n: int) -> np.ndarray | None:
     if n < 1 or (n != 2 and n % 4):
         return None
     half = hadamard_matrix(n // 2)
-    found = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
-    return None if found is None else found.astype(np.int8)
+    matrix = _paley(n) if half is None else np.kron(np.array([[1, 1], [1, -1]]), half)
+    return None if matrix is None else matrix.astype(np.int8)
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,15 +19,8 @@ def kernel_product(
     On a CPU the leading axes of `x` become one: with several, the gradient of the kernel sums over all of them, and XLA
     transposes large arrays first. With Explicit mesh axes, the leading axes stay as they are.
 
-    Args:
-      x: [..., in].
-      kernel: [in, out], or [out, in] with `contract=1`.
-      contract: Which axis of the kernel is `in`.
-      preferred_element_type: Dtype of the sums and of the result, [..., out]; by default that of the operands.
-
-    >>> import jax.numpy as jnp
-    >>> kernel_product(jnp.ones((2, 5, 3)), jnp.ones((4, 3)), contract=1).shape
-    (2, 5, 4)
+    x [..., in] and a kernel [in, out], or [out, in] with `contract=1`, give [..., out]; `preferred_element_type` is the
+    dtype of the sums and of the result, by default that of the operands.
     """
     rows, dtype = _as_rows(x), jnp.promote_types(x.dtype, kernel.dtype)
     contracted = ((rows.ndim - 1,), (contract,))

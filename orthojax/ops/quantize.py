@@ -19,9 +19,8 @@ from orthojax.ops.statistics import at_least_float32, axes_of, real_array, shrin
 Axes = int | Sequence[int] | None
 Scheme = Literal["absmax", "zeropoint"]
 
-_E4M3 = 448.0  # the largest of E4M3FN, which has no infinity
-_E5M2 = 57344.0
-_E2M1 = 6.0
+# Bits of the mantissa, the lowest exponent and the largest number; E4M3 is E4M3FN, which has no infinity.
+_E4M3, _E5M2, _E2M1 = (3, -6, 448.0), (2, -14, 57344.0), (1, 0, 6.0)
 
 
 def _require_bits(bits: int, most: int) -> None:
@@ -99,22 +98,9 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
 
 
 def _round_to_float(x: jax.Array, bits: int, lowest: int, largest: float) -> jax.Array:
-    """Rounds to the nearest (even) float with `bits` of mantissa and exponents from `lowest` on, then clips."""
     # Products with powers of two are exact, so this is the only rounding.
     exponent = jnp.maximum(jnp.frexp(x)[1] - 1, lowest) - bits
     return jnp.clip(jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent), -largest, largest)
-
-
-def _to_e4m3(x: jax.Array) -> jax.Array:
-    return _round_to_float(x, 3, -6, _E4M3)
-
-
-def _to_e5m2(x: jax.Array) -> jax.Array:
-    return _round_to_float(x, 2, -14, _E5M2)
-
-
-def _to_e2m1(x: jax.Array) -> jax.Array:
-    return _round_to_float(x, 1, 0, _E2M1)
 
 
 def _axis(x: jax.Array, axis: int) -> int:
@@ -152,15 +138,7 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
 
     |y - x| <= max(|x| / 16, max|x| / (448 2^10)) (plus the rounding of the dtype), e4m3(-x) = -e4m3(x),
     e4m3(e4m3(x)) = e4m3(x) to the bit, and multiplying x by a power of two multiplies y by it. A slice of zeros is
-    returned as it is; a slice with a non-finite value becomes nan.
-
-    Args:
-      x: Floating values; half precision is quantised in float32.
-      axes: The axes that share one scale; None: all of them.
-      block: How many neighbours along each of these axes share one scale; None: all.
-
-    Returns:
-      The values on their grid, with the shape and dtype of `x`.
+    returned as it is; a slice with a non-finite value becomes nan. Arguments and result are otherwise as for `absmax`.
 
     >>> import jax.numpy as jnp
     >>> e4m3(jnp.array([-448.0, 17.0, 1.06, 0.003])).tolist()  # the smallest step is 2^-9
@@ -177,8 +155,8 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
         for axis in split:
             y = join_blocks(y, axis, jnp.shape(x)[axis])
         return y.astype(dtype)
-    scaled, back = _scaled_to(wide, axes, _E4M3)
-    return back(_to_e4m3(scaled)).astype(dtype)
+    scaled, back = _scaled_to(wide, axes, _E4M3[2])
+    return back(_round_to_float(scaled, *_E4M3)).astype(dtype)
 
 
 def e5m2(x: ArrayLike, axes: Axes = None) -> jax.Array:
@@ -192,8 +170,8 @@ def e5m2(x: ArrayLike, axes: Axes = None) -> jax.Array:
     >>> e5m2(jnp.array([-57344.0, 17.0, 1.1])).tolist()
     [-57344.0, 16.0, 1.0]
     """
-    scaled, back = _scaled_to(_wide(x), axes, _E5M2)
-    return back(_to_e5m2(scaled)).astype(jnp.asarray(x).dtype)
+    scaled, back = _scaled_to(_wide(x), axes, _E5M2[2])
+    return back(_round_to_float(scaled, *_E5M2)).astype(jnp.asarray(x).dtype)
 
 
 def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
@@ -216,7 +194,7 @@ def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
     peak = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
     exponent = jnp.clip(jnp.frexp(peak)[1] - 3, -127, 127)
     # In two steps: 2^-127 is a subnormal of float32, which hardware may take for 0.
-    y = jnp.ldexp(_to_e2m1(jnp.ldexp(blocks, -exponent)) / 2, exponent + 1)
+    y = jnp.ldexp(_round_to_float(jnp.ldexp(blocks, -exponent), *_E2M1) / 2, exponent + 1)
     y = jnp.where(jnp.isfinite(peak), jnp.where(peak < jnp.finfo(wide.dtype).tiny, blocks, y), jnp.nan)
     return join_blocks(y, at, wide.shape[at]).astype(jnp.asarray(x).dtype)
 
@@ -229,43 +207,31 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     2509.25149). The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
 
     If every block's peak is above 2^-6 / 448 of the tensor's, s is not subnormal, |y - x| <= 0.18 max_block|x|, and
-    nvfp4 has the other properties of `e4m3`.
-
-    Args:
-      x: Floating values; half precision is quantised in float32.
-      axis: Axis along which 16 neighbours make a block.
-      axes: The axes that share one scale g, `axis` among them; None: all of them.
-
-    Returns:
-      The values on their grid, with the shape and dtype of `x`.
+    nvfp4 has the other properties of `e4m3`. `axes` share one scale g, `axis` among them; None: all of them. The rest
+    is as for `e4m3`.
 
     >>> import jax.numpy as jnp
     >>> nvfp4(jnp.array([2688.0, -2000.0, 200.0])).tolist()  # g = 1, s = 448
     [2688.0, -1792.0, 224.0]
     """
     at = _axis(wide := _wide(x), axis)
-    scaled, back = _scaled_to(wide, axes, _E2M1 * _E4M3)
+    scaled, back = _scaled_to(wide, axes, _E2M1[2] * _E4M3[2])
     blocks = split_blocks(scaled, at, 16)
     largest = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
-    scale = _to_e4m3(largest / _E2M1)
-    elements = _to_e2m1(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)))
+    scale = _round_to_float(largest / _E2M1[2], *_E4M3)
+    elements = _round_to_float(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)), *_E2M1)
     return back(join_blocks(elements * scale, at, wide.shape[at])).astype(jnp.asarray(x).dtype)
 
 
 class NumberFormat(NamedTuple):
-    """A number format: the functions that round to it, and its sizes.
+    """A number format: the functions that round to it, and its sizes."""
 
-    Attributes:
-      bits: Width of a number; None for integers, which have any.
-      slices: (x, bits, axes) -> x rounded, with one scale for all of `axes`; None if it only has blocks.
-      blocks: (x, axes) -> x rounded in blocks along the first of `axes`, or along all; None if it has no blocks.
-      block: Neighbours in a block.
-    """
-
-    bits: int | None
+    bits: int | None  # width of a number; None for integers, which have any
+    # (x, bits, axes) -> x rounded, with one scale for all of `axes`; None if it only has blocks.
     slices: Callable[[jax.Array, int, Axes], jax.Array] | None
+    # (x, axes) -> x rounded in blocks along the first of `axes`, or along all; None if it has no blocks.
     blocks: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
-    block: int = 0
+    block: int = 0  # neighbours in a block
 
 
 FORMATS = {
@@ -322,17 +288,15 @@ def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Arr
 class Quantized:
     """An array as integers: its values are (qvalue + zero_point) * scale, as `dequantize` computes them.
 
-    Attributes:
-      qvalue: int8, with the shape of the array.
-      scale: Floating; every axis has length 1 or the array's length.
-      zero_point: Whole numbers as floats, shaped like `scale`; None if 0 is stored as 0 (absmax). It is the z of
-        `zeropoint` plus 2^(bits-1), by which signed integers differ from unsigned ones; it is added here, while other
-        libraries subtract it.
+    The zero point is the z of `zeropoint` plus 2^(bits-1), by which signed integers differ from unsigned ones; it is
+    added here, while other libraries subtract it.
     """
 
-    qvalue: jax.Array
-    scale: jax.Array
-    zero_point: jax.Array | None = None
+    qvalue: jax.Array  # int8, with the shape of the array
+    scale: jax.Array  # floating; every axis has length 1 or the array's length
+    zero_point: jax.Array | None = (
+        None  # whole numbers as floats, shaped like `scale`; None if 0 is stored as 0 (absmax)
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:

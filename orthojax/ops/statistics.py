@@ -122,10 +122,8 @@ def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
     """max|x| / ||x||_2 along one axis: 1 if one channel is everything, 1 / sqrt(D) if all D are equally large.
 
     The proxy for outliers of From Attention to Activation (arXiv 2410.17174, section 4.2 and Appendix H). A zero vector
-    gets 0, which no other vector can have.
-
-    Returns:
-      The shape of `x` (any real dtype) without `axis`; float32, or float64 for float64.
+    gets 0, which no other vector can have. The result has the shape of `x` (any real dtype) without `axis`; float32, or
+    float64 for float64.
 
     >>> import jax.numpy as jnp
     >>> float(norm_ratio(jnp.array([3.0, 0.0, -4.0]))), float(norm_ratio(jnp.zeros(3)))

@@ -37,20 +37,19 @@ _NOTHING = {
 _COUNTS = {"vocab_size", "d_model", "num_layers", "num_heads"}  # used in arithmetic before types are checked
 
 
-def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
+def read_foreign_config(family: Family, foreign: Mapping[str, Any]) -> ModelConfig:
     """Returns the `ModelConfig` that the content of a foreign config.json describes.
 
-    Raises:
-      UserError: For a field that is missing or unknown, or has an unsupported value.
+    Raises UserError for a field that is missing or unknown, or has an unsupported value.
     """
     fields = dict(family.base)
     for name, row in family.fields.items():
-        value = given.get(name, ...)
+        value = foreign.get(name, ...)
         if isinstance(row, Only):
             allowed = " | ".join(map(str, row.values))
             require(value is ... or value in row.values, f"{name}={value} is not supported", allowed)
         elif isinstance(row, Equal):
-            same = value in (..., None, given.get(row.other))
+            same = value in (..., None, foreign.get(row.other))
             require(same, f"{name}={value} is not supported", f"that of {row.other}")
         else:
             if value is ...:
@@ -61,28 +60,28 @@ def read_config(family: Family, given: Mapping[str, Any]) -> ModelConfig:
                 require(known, f"{name}={value!r} is not supported", " | ".join(map(str, row.values)))
                 value = row.values[value]
             fields[row.ours] = integer({name: value}, name) if row.ours in _COUNTS else value
-    _require_known(family, given)
+    _require_known(family, foreign)
     if fields.get("d_mlp") is None:
         fields["d_mlp"] = 4 * fields["d_model"]
     read_rotary = _read_local_rotary if family.local_rope else _read_rotary
-    fields = (read_rotary(family, given, fields.get("max_length")) if family.rotary else {}) | fields
+    fields = (read_rotary(family, foreign, fields.get("max_length")) if family.rotary else {}) | fields
     if family.more is not None:
-        fields |= family.more.read(given)
+        fields |= family.more.read(foreign)
     if isinstance(fields.get("d_head"), int) and fields["d_head"] * fields["num_heads"] == fields["d_model"]:
         fields["d_head"] = None
     if fields.get("num_kv_heads") == fields["num_heads"]:
         fields["num_kv_heads"] = None
     # Before layers are counted one by one.
     require(0 < fields["num_layers"] <= 2**12, f"a model of {fields['num_layers']} layers", "1 to 4096")
-    fields |= _read_window(family, given, fields.get("attention_window"), fields["num_layers"])
+    fields |= _read_window(family, foreign, fields.get("attention_window"), fields["num_layers"])
     if fields["attention_window"] is None:
         fields.pop("rope_local_theta", None)
     return from_flat(ModelConfig, fields)
 
 
-def _require_known(family: Family, given: Mapping[str, Any]) -> None:
+def _require_known(family: Family, foreign: Mapping[str, Any]) -> None:
     known = {*family.fields, *(family.more.names if family.more else ())}
-    for name, value in sorted(given.items()):
+    for name, value in sorted(foreign.items()):
         nothing = _NOTHING.get(name)
         says_nothing = value is None or (type(value) is type(nothing) and value == nothing)  # 0 is not False
         if name not in known and not says_nothing and not _IGNORED.fullmatch(name):
@@ -92,17 +91,17 @@ def _require_known(family: Family, given: Mapping[str, Any]) -> None:
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def _read_window(family: Family, given: Mapping[str, Any], window: int | None, num_layers: int) -> dict[str, Any]:
+def _read_window(family: Family, foreign: Mapping[str, Any], window: int | None, num_layers: int) -> dict[str, Any]:
     """Returns the windows of all layers; refuses contradictory declarations, and those that the family ignores."""
-    used, kinds = given.get("use_sliding_window"), given.get("layer_types")
+    used, kinds = foreign.get("use_sliding_window"), foreign.get("layer_types")
     if family.window_switch:
         window = window if used else None
     else:
         problem = f"use_sliding_window={used!r} is not supported of {family.name} models"
         require(used in (None, window is not None), problem, str(window is not None))
     if kinds is None:
-        windowed = family.windowed or (lambda given, layer: layer >= integer(given, "max_window_layers", 0))
-        kinds = [_KINDS[window is not None and windowed(given, layer)] for layer in range(num_layers)]
+        windowed = family.windowed or (lambda foreign, layer: layer >= integer(foreign, "max_window_layers", 0))
+        kinds = [_KINDS[window is not None and windowed(foreign, layer)] for layer in range(num_layers)]
     allowed = _KINDS if window is not None and family.windowed else (_KINDS[window is not None],)
     kinds = kinds if isinstance(kinds, list) else [kinds]
     shown = ", ".join(dict.fromkeys(map(str, kinds)))
@@ -118,16 +117,16 @@ def _read_window(family: Family, given: Mapping[str, Any], window: int | None, n
 def _write_window(family: Family, config: ModelConfig) -> dict[str, Any]:
     windows = [config.layer_window(layer) for layer in range(config.num_layers)]
     window = next((window for window in windows if window is not None), None)
-    row, given = family.fields.get("sliding_window"), {}
+    row, foreign = family.fields.get("sliding_window"), {}
     if isinstance(row, Same):
         unused = row.default if family.windowed and not family.window_switch else None  # transformers asks for it
-        given = {"sliding_window": unused if window is None else window}
+        foreign = {"sliding_window": unused if window is None else window}
     if family.window_switch:  # and for libraries that read no `layer_types`, the first layer with a window
-        given |= {"use_sliding_window": window is not None}
-        given |= {"max_window_layers": windows.index(window) if window is not None else config.num_layers}
+        foreign |= {"use_sliding_window": window is not None}
+        foreign |= {"max_window_layers": windows.index(window) if window is not None else config.num_layers}
     if family.windowed:
-        given["layer_types"] = [_KINDS[window is not None] for window in windows]
-    return given
+        foreign["layer_types"] = [_KINDS[window is not None] for window in windows]
+    return foreign
 
 
 # `rope_type` -> its fields -> those of `RopeConfig`.
@@ -144,21 +143,21 @@ _MSCALES = {"mscale": "mscale", "mscale_all_dim": "mscale_all"}
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def _read_local_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
+def _read_local_rotary(family: Family, foreign: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
     """Reads rotary fields if layers with a window have their own, plain ones."""
-    rope, theta = given.get("rope_parameters") or {}, given.get("rope_local_base_freq", 10_000.0)
+    rope, theta = foreign.get("rope_parameters") or {}, foreign.get("rope_local_base_freq", 10_000.0)
     if isinstance(rope, dict) and rope.keys() & set(_KINDS):
         local, rope = (rope.get(kind) or {} for kind in reversed(_KINDS))
         plain = isinstance(local, dict) and local.get("rope_type", "default") == "default"
         require(plain, f"rope_parameters.{_KINDS[1]}={local} is not supported", "rope_type default")
         theta = local.get("rope_theta", theta)
-    return _read_rotary(family, dict(given) | {"rope_parameters": rope}, max_length) | {"rope_local_theta": theta}
+    return _read_rotary(family, dict(foreign) | {"rope_parameters": rope}, max_length) | {"rope_local_theta": theta}
 
 
-def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
+def _read_rotary(family: Family, foreign: Mapping[str, Any], max_length: Any) -> dict[str, Any]:
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        value = given.get(name) or {}
+        value = foreign.get(name) or {}
         require(isinstance(value, dict), f"{name}={value!r} is not supported", "an object of rope_type and its fields")
         rope |= value
     theta = family.rope["rope_theta"]
@@ -166,17 +165,17 @@ def _read_rotary(family: Family, given: Mapping[str, Any], max_length: Any) -> d
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its name in older configs
     require(kind in tuple(_SCALINGS), f"rope_type={kind!r} is not supported", " | ".join(_SCALINGS))
-    theta = rope.get("rope_theta", given.get("rope_theta", given.get("rotary_emb_base", theta)))
+    theta = rope.get("rope_theta", foreign.get("rope_theta", foreign.get("rotary_emb_base", theta)))
     numbers, fraction = {"rope_theta": theta}, rope.pop("partial_rotary_factor", None)
     if family.rotary_fraction is None:  # transformers rotates all channels whatever it says, or fails
         require(kind == "default" or fraction in (None, 1), f"partial_rotary_factor={fraction} is not supported", "1.0")
     else:
-        given_fraction = given.get("partial_rotary_factor", given.get("rotary_pct", family.rotary_fraction))
+        given_fraction = foreign.get("partial_rotary_factor", foreign.get("rotary_pct", family.rotary_fraction))
         numbers["partial_rotary_factor"] = given_fraction if fraction is None else fraction
     scaling = dict(_SCALINGS[kind])
     # As in transformers: a length beside `rope_parameters` has precedence over one in it; default is the whole length.
     defaults = {"beta_slow": 1.0, "beta_fast": 32.0, _ORIGINAL: max_length}
-    rope |= {_ORIGINAL: given.get(_ORIGINAL) or rope.get(_ORIGINAL)} if _ORIGINAL in scaling else {}
+    rope |= {_ORIGINAL: foreign.get(_ORIGINAL) or rope.get(_ORIGINAL)} if _ORIGINAL in scaling else {}
     if kind == "longrope" and isinstance(rope[_ORIGINAL], int) and isinstance(max_length, int):
         defaults["factor"] = max(max_length / max(rope[_ORIGINAL], 1), 1.0)
     numbers |= {name: defaults.get(name) if rope.get(name) is None else rope[name] for name in scaling}
@@ -228,10 +227,10 @@ def _read_yarn(family: Family, rope: Mapping[str, Any], numbers: Mapping[str, An
     """Reads `truncate`, and `attention_factor` f in place of `mscale`: f = m(mscale) / m(mscale_all_dim)."""
     truncate, attention_factor = rope.get("truncate", True), rope.get("attention_factor")
     require(isinstance(truncate, bool), f"truncate={truncate!r} is not supported", "true | false")
-    factor, given = numbers["factor"], [rope[name] for name in _MSCALES if rope.get(name)]
-    if attention_factor is None and not family.mscales and len(given) == 2:  # logits stay as they are
-        require(all(isinstance(x, int | float) for x in given), f"mscale={given} is not supported", "numbers")
-        attention_factor = yarn_mscale(factor, given[0]) / yarn_mscale(factor, given[1])
+    factor, mscales = numbers["factor"], [rope[name] for name in _MSCALES if rope.get(name)]
+    if attention_factor is None and not family.mscales and len(mscales) == 2:  # logits stay as they are
+        require(all(isinstance(x, int | float) for x in mscales), f"mscale={mscales} is not supported", "numbers")
+        attention_factor = yarn_mscale(factor, mscales[0]) / yarn_mscale(factor, mscales[1])
     if attention_factor is None:
         return {"rope.truncate": truncate}
     is_number = isinstance(attention_factor, int | float)
@@ -244,39 +243,39 @@ def _read_yarn(family: Family, rope: Mapping[str, Any], numbers: Mapping[str, An
 
 def _write_rotary(family: Family, config: ModelConfig) -> dict[str, Any]:
     rope, outside = config.rope, {}
-    given: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    written: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if rope is not None and rope.scaling != "none":
         scaling = _SCALINGS[rope.scaling]
         if rope.scaling == "yarn" and family.mscales and rope.mscale_all:
             scaling = scaling | _MSCALES
         elif rope.scaling == "yarn" and rope.mscale != 1.0:
-            given["attention_factor"] = yarn_mscale(rope.factor, rope.mscale)
-        given |= {} if rope.truncate else {"truncate": False}
-        given |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
+            written["attention_factor"] = yarn_mscale(rope.factor, rope.mscale)
+        written |= {} if rope.truncate else {"truncate": False}
+        written |= {"rope_type": rope.scaling} | {name: getattr(rope, ours) for name, ours in scaling.items()}
     if rope is not None and rope.scaling == "longrope":
-        given |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+        written |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
         if rope.mscale != 1.0:
             ratio = math.log(rope.factor) / math.log(rope.original_length)
-            given["attention_factor"] = math.sqrt(1.0 + rope.mscale * ratio)
+            written["attention_factor"] = math.sqrt(1.0 + rope.mscale * ratio)
         outside = {_ORIGINAL: rope.original_length}  # where it counts, and is 4096 for Phi-3 if missing
     if family.rotary_fraction is not None:
-        given["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
+        written["partial_rotary_factor"] = 1.0 if rope is None else rope.fraction
     if family.local_rope:
         theta = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
-        given = dict(zip(_KINDS, (given, {"rope_type": "default", "rope_theta": theta}), strict=True))
-    return outside | {"rope_parameters": given}
+        written = dict(zip(_KINDS, (written, {"rope_type": "default", "rope_theta": theta}), strict=True))
+    return outside | {"rope_parameters": written}
 
 
 def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
     """Returns a model's foreign config, without fields that do not affect results; None if its family has none."""
     # No padding token: the family's default, used if the field is missing, may not be in the vocabulary.
-    given: dict[str, Any] = {"model_type": family.name, "pad_token_id": None}
+    foreign: dict[str, Any] = {"model_type": family.name, "pad_token_id": None}
     ours = flatten(config)
     for name, row in family.fields.items():
         if isinstance(row, Only):
-            given[name] = row.values[0]
+            foreign[name] = row.values[0]
         elif isinstance(row, Equal):
-            given[name] = given[row.other]
+            foreign[name] = foreign[row.other]
         else:
             value = ours[row.ours]
             if isinstance(row, Choice):
@@ -284,21 +283,21 @@ def write_config(family: Family, config: ModelConfig) -> dict[str, Any] | None:
                 if not names:
                     return None
                 value = names[0]
-            given[name] = value
-    if "num_key_value_heads" in given:
-        given["num_key_value_heads"] = config.kv_heads
-    if "head_dim" in given:
-        given["head_dim"] = config.head_dim
-    if "query_pre_attn_scalar" in given:
-        given["query_pre_attn_scalar"] = config.logits_width or config.head_dim
-    given |= _write_window(family, config)
-    given |= family.more.write(config) if family.more else {}
-    given |= _write_rotary(family, config) if family.rotary else {}
+            foreign[name] = value
+    if "num_key_value_heads" in foreign:
+        foreign["num_key_value_heads"] = config.kv_heads
+    if "head_dim" in foreign:
+        foreign["head_dim"] = config.head_dim
+    if "query_pre_attn_scalar" in foreign:
+        foreign["query_pre_attn_scalar"] = config.logits_width or config.head_dim
+    foreign |= _write_window(family, config)
+    foreign |= family.more.write(config) if family.more else {}
+    foreign |= _write_rotary(family, config) if family.rotary else {}
     try:
-        same = computed_as(read_config(family, given)) == computed_as(config)
+        same = computed_as(read_foreign_config(family, foreign)) == computed_as(config)
     except UserError:
         return None
-    return given if same else None
+    return foreign if same else None
 
 
 def computed_as(config: ModelConfig) -> ModelConfig:

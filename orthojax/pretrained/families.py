@@ -163,9 +163,9 @@ class Family:
 HEADS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 
 
-def integer(given: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def integer(foreign: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """Reads an integer from a foreign config."""
-    value = default if given.get(name) is None else given[name]
+    value = default if foreign.get(name) is None else foreign[name]
     if value is None:
         raise UserError(f"the config has no {name}", allowed="an integer")
     value = int(value) if isinstance(value, float) and value.is_integer() else value
@@ -267,8 +267,8 @@ GPT2 = Family(
 )
 
 
-def _read_biases(given: Mapping[str, Any]) -> dict[str, Any]:
-    of_attention, of_mlp = given.get("attention_bias") or False, given.get("mlp_bias") or False
+def _read_biases(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    of_attention, of_mlp = foreign.get("attention_bias") or False, foreign.get("mlp_bias") or False
     known = {(False, False): False, (True, False): "attention", (True, True): True}
     problem = f"attention_bias={of_attention}, mlp_bias={of_mlp} is not supported"
     require((of_attention, of_mlp) in tuple(known), problem, "biases of attention, of both, or none")
@@ -290,8 +290,8 @@ LLAMA = Family(
 )
 
 
-def _is_late(given: Mapping[str, Any], layer: int) -> bool:
-    return layer >= integer(given, "max_window_layers", 28)
+def _is_late(foreign: Mapping[str, Any], layer: int) -> bool:
+    return layer >= integer(foreign, "max_window_layers", 28)
 
 
 _WINDOWED = _LLAMA_FIELDS | {"sliding_window": Same("attention_window", 4096)}
@@ -310,10 +310,10 @@ QWEN2 = Family(
 _GATES = {"headwise_attn_output_gate": True, "elementwise_attn_output_gate": "elementwise"}
 
 
-def _read_gates(given: Mapping[str, Any]) -> dict[str, Any]:
-    gates = [gate for name, gate in _GATES.items() if given.get(name)]
-    plain = given.get("use_qk_norm") in (None, True) and not given.get("qkv_bias")
-    fits = plain and len(gates) < 2 and not (gates and given.get("attention_bias"))
+def _read_gates(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    gates = [gate for name, gate in _GATES.items() if foreign.get(name)]
+    plain = foreign.get("use_qk_norm") in (None, True) and not foreign.get("qkv_bias")
+    fits = plain and len(gates) < 2 and not (gates and foreign.get("attention_bias"))
     allowed = "use_qk_norm, one kind of gate or none, and no biases beside it"
     require(fits, "such a variant of qwen3 is not supported", allowed)
     return {"gated_attention": gates[0] if gates else False}
@@ -464,35 +464,37 @@ _NAMES = {"first_k_dense_replace", "head_dim", "qk_head_dim", "qk_nope_head_dim"
 _NAMES |= {"aux_loss_alpha", "ep_size", "n_group", "seq_aux", "topk_group", "topk_method"}
 
 
-def _read(given: Mapping[str, Any]) -> dict[str, Any]:
-    own, turned = integer(given, "qk_nope_head_dim", 128), integer(given, "qk_rope_head_dim", 64)
-    require(given.get("head_dim") in (None, turned), f"head_dim={given.get('head_dim')} is not supported", f"{turned}")
+def _read(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    own, turned = integer(foreign, "qk_nope_head_dim", 128), integer(foreign, "qk_rope_head_dim", 64)
+    width = foreign.get("head_dim")
+    require(width in (None, turned), f"head_dim={width} is not supported", f"{turned}")
     require(min(own, turned) > 0, f"qk_nope_head_dim={own}, qk_rope_head_dim={turned}", "positive numbers")
-    layers, dense = integer(given, "num_hidden_layers"), integer(given, "first_k_dense_replace", 0)
+    layers, dense = integer(foreign, "num_hidden_layers"), integer(foreign, "first_k_dense_replace", 0)
     dense = min(max(dense, 0), layers)
     fields = {"d_head": own + turned, "latent.d_rotary": turned}
     fields |= {"mlp": ("swiglu",) * dense + ("experts",) * (layers - dense), "scan_layers": dense in (0, layers)}
-    method, groups = given.get("topk_method", "greedy"), {}
+    method, groups = foreign.get("topk_method", "greedy"), {}
     allowed = ("greedy", "group_limited_greedy")
     require(method in allowed, f"topk_method={method!r} is not supported", " | ".join(allowed))
     if method != "greedy":
-        groups = {"experts.groups": integer(given, "n_group"), "experts.groups_per_token": integer(given, "topk_group")}
+        groups = {"experts.groups": integer(foreign, "n_group")}
+        groups |= {"experts.groups_per_token": integer(foreign, "topk_group")}
     return fields | groups
 
 
 def _write(c: ModelConfig) -> dict[str, Any]:
     kinds = [c.layer_mlp(layer) for layer in range(c.num_layers)]
-    given: dict[str, Any] = {
+    foreign: dict[str, Any] = {
         "first_k_dense_replace": kinds.index("experts") if "experts" in kinds else c.num_layers,
         "qk_nope_head_dim": c.head_dim - c.rotary_channels,
         "qk_rope_head_dim": c.rotary_channels,
         "topk_method": "greedy",
     }
     if (of := c.experts) is not None:
-        given["moe_intermediate_size"] = of.d_expert or c.d_mlp
+        foreign["moe_intermediate_size"] = of.d_expert or c.d_mlp
         if of.groups_per_token < of.groups:
-            given |= {"topk_method": "group_limited_greedy", "n_group": of.groups, "topk_group": of.groups_per_token}
-    return given
+            foreign |= {"topk_method": "group_limited_greedy", "n_group": of.groups, "topk_group": of.groups_per_token}
+    return foreign
 
 
 DEEPSEEK_V2 = Family(
@@ -559,8 +561,8 @@ def _experts(c: ModelConfig) -> int:
     return 1 if c.experts is None else c.experts.num_experts
 
 
-def _read_quantized(given: Mapping[str, Any]) -> dict[str, Any]:
-    how = given.get("quantization_config") or {"quant_method": "mxfp4"}
+def _read_quantized(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    how = foreign.get("quantization_config") or {"quant_method": "mxfp4"}
     method = how.get("quant_method") if isinstance(how, dict) else how
     require(method == "mxfp4", f"quantization_config.quant_method={method!r} is not supported", "mxfp4")
     return {}
@@ -600,7 +602,7 @@ GPT_OSS = Family(
     ],
     rope={"rope_theta": 150_000.0, "rope_type": "yarn", "factor": 32.0, "truncate": False,
           "original_max_position_embeddings": 4096},
-    windowed=lambda given, layer: layer % 2 == 0,
+    windowed=lambda foreign, layer: layer % 2 == 0,
     more=More(frozenset({"quantization_config"}), _read_quantized, lambda c: {}),
 )  # fmt: skip
 # Gemma. Its norms store w for a scale of 1 + w: ours is read back exactly if it is 0.5 or more, as w then is.
@@ -646,7 +648,7 @@ GEMMA2 = Family(
     _GEMMA_BASE | {"block": "sandwich_norm"},
     _GEMMA2_FIELDS,
     _one_more(_GEMMA2_WEIGHTS),
-    windowed=lambda given, layer: layer % 2 == 0,
+    windowed=lambda foreign, layer: layer % 2 == 0,
 )
 _PUBLISHED_GEMMA3 = {
     "vocab_size": Same("vocab_size", 262_208),
@@ -664,7 +666,7 @@ GEMMA3 = Family(
     },
     _one_more(_GEMMA2_WEIGHTS),
     rope={"rope_theta": 1_000_000.0},
-    windowed=lambda given, layer: (layer + 1) % max(integer(given, "sliding_window_pattern", 6), 1) != 0,
+    windowed=lambda foreign, layer: (layer + 1) % max(integer(foreign, "sliding_window_pattern", 6), 1) != 0,
     local_rope=True,
 )  # fmt: skip
 # With images, which are not read: the text model is in `text_config`, without the fields that its class assumes.
@@ -680,10 +682,11 @@ GEMMA3_IMAGES = dataclasses.replace(
 # Mixtures of experts with one tensor for each expert.
 
 
-def _read_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
-    layers, step = integer(given, "num_hidden_layers"), integer(given, "decoder_sparse_step", 1)
-    dense = given.get("mlp_only_layers") or []
-    experts = integer(given, "num_experts", integer(given, "num_local_experts", 128))  # the second in transformers 5
+def _read_kinds(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    layers, step = integer(foreign, "num_hidden_layers"), integer(foreign, "decoder_sparse_step", 1)
+    dense = foreign.get("mlp_only_layers") or []
+    # The second is that of transformers 5.
+    experts = integer(foreign, "num_experts", integer(foreign, "num_local_experts", 128))
     problem = f"mlp_only_layers={dense}, decoder_sparse_step={step} is not supported"
     require(isinstance(dense, list) and step > 0, problem, "a list of layers, and 1 or more")
     sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(min(layers, 2**12)))
@@ -692,10 +695,10 @@ def _read_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_kinds(c: ModelConfig) -> dict[str, Any]:
-    given: dict[str, Any] = {"mlp_only_layers": [i for i in range(c.num_layers) if c.layer_mlp(i) != "experts"]}
+    foreign: dict[str, Any] = {"mlp_only_layers": [i for i in range(c.num_layers) if c.layer_mlp(i) != "experts"]}
     if c.experts is not None:
-        given |= {"num_experts": c.experts.num_experts, "moe_intermediate_size": c.experts.d_expert or c.d_mlp}
-    return given
+        foreign |= {"num_experts": c.experts.num_experts, "moe_intermediate_size": c.experts.d_expert or c.d_mlp}
+    return foreign
 
 
 _KIND_NAMES = frozenset({"decoder_sparse_step", "mlp_only_layers", "num_experts", "num_local_experts"})
@@ -769,18 +772,18 @@ PHI3 = Family(
 )
 
 
-def _rotates(given: Mapping[str, Any], layer: int) -> bool:
-    rotating = given.get("no_rope_layers")  # 1 if a layer has rotary positions
+def _rotates(foreign: Mapping[str, Any], layer: int) -> bool:
+    rotating = foreign.get("no_rope_layers")  # 1 if a layer has rotary positions
     if rotating is None:
-        return (layer + 1) % max(integer(given, "no_rope_layer_interval", 4), 1) != 0
-    fits = isinstance(rotating, list) and layer < len(rotating) == integer(given, "num_hidden_layers")
+        return (layer + 1) % max(integer(foreign, "no_rope_layer_interval", 4), 1) != 0
+    fits = isinstance(rotating, list) and layer < len(rotating) == integer(foreign, "num_hidden_layers")
     require(fits, f"no_rope_layers={rotating} is not supported", "0 or 1 for each layer")
     return bool(rotating[layer])
 
 
-def _read_rotating(given: Mapping[str, Any]) -> dict[str, Any]:
-    layers = tuple(_rotates(given, layer) for layer in range(min(integer(given, "num_hidden_layers"), 2**12)))
-    return _read_biases(given) | {"rotary_layers": layers, "scan_layers": len(set(layers)) == 1}
+def _read_rotating(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    layers = tuple(_rotates(foreign, layer) for layer in range(min(integer(foreign, "num_hidden_layers"), 2**12)))
+    return _read_biases(foreign) | {"rotary_layers": layers, "scan_layers": len(set(layers)) == 1}
 
 
 def _write_rotating(c: ModelConfig) -> dict[str, Any]:
@@ -799,7 +802,7 @@ SMOLLM3 = Family(
     _LLAMA_WEIGHTS,
     rope={"rope_theta": 2_000_000.0},
     window_switch=True,
-    windowed=lambda given, layer: not _rotates(given, layer),
+    windowed=lambda foreign, layer: not _rotates(foreign, layer),
     more=More(frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"}), _read_rotating,
               _write_rotating),
 )  # fmt: skip

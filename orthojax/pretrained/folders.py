@@ -22,7 +22,7 @@ from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import Quantized
-from orthojax.pretrained.configs import read_config, write_config
+from orthojax.pretrained.configs import read_foreign_config, write_config
 from orthojax.pretrained.families import FAMILIES, HEADS, SAME, Family, Weight, foreign_names
 
 OWN = "orthojax"  # the model_type of models that no family expresses
@@ -141,18 +141,15 @@ def _opened(path: Path) -> Iterator[Any]:
 def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
     """Reads a folder of config.json and safetensors, as transformers and `write_folder` write it.
 
-    Returns:
-      The config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first device.
-
-    Raises:
-      UserError: For an unknown family, a config field or tensor that is not understood, or damaged files.
+    Returns the config, and parameters as `Transformer(config).init` returns them under "params", float32 on the first
+    device. Raises UserError for an unknown family, a config field or tensor that is not understood, or damaged files.
     """
     config, family = _config_and_family(folder)
     rows, ignored = (own_rows(config), ()) if family is None else (_rows(family), family.ignored)
     ignored += HEADS if config.tie_embeddings else ()
     tensors, beside = _tensors_of(folder), () if family is None else family.beside
     tensors = {name: read for name, read in tensors.items() if not name.startswith(beside)}
-    return config, read_params(config, rows, tensors, str(folder), ignored)
+    return config, assemble_params(config, rows, tensors, str(folder), ignored)
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
@@ -161,16 +158,16 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def _config_and_family(folder: Path) -> tuple[ModelConfig, Family | None]:
-    given: Any = read_json(folder / "config.json", "config of a model")
-    name: Any = given.get("model_type")
+    content: Any = read_json(folder / "config.json", "config of a model")
+    name: Any = content.get("model_type")
     if name == OWN:
-        return from_dict(ModelConfig, given.get("model")), None
+        return from_dict(ModelConfig, content.get("model")), None
     if not isinstance(name, str) or name not in FAMILIES:
         hint = f"{nearest(str(name), FAMILIES)} orthojax.analysis.summarize takes arrays of any model".strip()
         raise UserError(f"model_type {name!r} is not supported", allowed=" | ".join(FAMILIES), hint=hint)
-    nested = given.get("text_config") if FAMILIES[name].beside else given
+    nested = content.get("text_config") if FAMILIES[name].beside else content
     require(isinstance(nested, dict), f"the config of {folder} has no text_config", "that of the text model")
-    config = read_config(FAMILIES[name], nested)
+    config = read_foreign_config(FAMILIES[name], nested)
     if config.tie_embeddings and _has_another_head(folder, FAMILIES[name]):
         warnings.warn(f"{folder} says tied embeddings, and has another head: the head is used", stacklevel=2)
         config = dataclasses.replace(config, tie_embeddings=False)
@@ -188,15 +185,13 @@ def _has_another_head(folder: Path, family: Family) -> bool:
     return not np.array_equal(head, table)
 
 
-def read_params(
+def assemble_params(
     config: ModelConfig, rows: Rows, tensors: Tensors, where: str, ignored: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Reads the parameters of a model from foreign tensors: float32 on the first device, one at a time on the host.
 
-    `ignored` has names of tensors that are not parameters; those that begin with a dot are suffixes.
-
-    Raises:
-      UserError: For a tensor that is missing, has the wrong shape, or is explained by no row.
+    `ignored` has names of tensors that are not parameters; those that begin with a dot are suffixes. Raises UserError
+    for a tensor that is missing, has the wrong shape, or is explained by no row.
     """
     shapes = {path: leaf.shape for path, leaf in _flat(parameter_shapes(config)).items()}
     used, found = set(), {}
@@ -225,7 +220,6 @@ def read_params(
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds a tree of dicts from paths with slashes."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split("/")
@@ -339,11 +333,11 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
     make_folder(folder, "folder of the exported model")
     if any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", allowed="a new folder")
-    given: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)}
+    content: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)}
     rows = own_rows(config)
     for family in FAMILIES.values():
         if foreign := write_config(family, config):
-            given, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
+            content, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
             break
     files = _write_tensors(folder, _tensors(config, leaves, rows))
     if len(set(files.values())) == 1:
@@ -351,11 +345,11 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
     else:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
     # None without a tokenizer: the family's defaults may not be in the vocabulary.
-    given |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
+    content |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
-    write_text(folder / "config.json", json.dumps(given, indent=2) + "\n")  # last: without it there is no model
-    return given["model_type"]
+    write_text(folder / "config.json", json.dumps(content, indent=2) + "\n")  # last: without it there is no model
+    return content["model_type"]
 
 
 def _tensors(config: ModelConfig, leaves: Mapping[str, Any], rows: Rows) -> Iterator[tuple[str, np.ndarray]]:

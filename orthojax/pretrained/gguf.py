@@ -16,9 +16,9 @@ from orthojax.config import ModelConfig, require
 from orthojax.data.published import Gguf, open_gguf
 from orthojax.errors import UserError, nearest
 from orthojax.ops import llama3_frequencies, rotary_frequencies
-from orthojax.pretrained.configs import read_config
+from orthojax.pretrained.configs import read_foreign_config
 from orthojax.pretrained.families import FAMILIES, SAME, Family, Only, Transform, Weight, foreign_names, integer, unpair
-from orthojax.pretrained.folders import Rows, read_params
+from orthojax.pretrained.folders import Rows, assemble_params
 
 
 class _Architecture(NamedTuple):
@@ -78,17 +78,14 @@ _OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 def read_gguf(path: Path) -> tuple[ModelConfig, Any]:
     """Reads the model of a .gguf file.
 
-    Returns:
-      The config, and parameters as `Transformer(config).init` returns them under "params", float32.
-
-    Raises:
-      UserError: For an unknown architecture, metadata or a tensor that is not understood, or a damaged file.
+    Returns the config, and parameters as `Transformer(config).init` returns them under "params", float32. Raises
+    UserError for an unknown architecture, metadata or a tensor that is not understood, or a damaged file.
     """
     file = open_gguf(path)
     config, family = _config_and_family(file, path)
     tensors = {name: functools.partial(_dequantized, tensor, str(path)) for name, tensor in file.tensors.items()}
     rows = _rows(family, file.metadata["general.architecture"])
-    return config, read_params(config, rows, tensors, str(path), _OF_ROPE)
+    return config, assemble_params(config, rows, tensors, str(path), _OF_ROPE)
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -118,7 +115,6 @@ _EXPERTS = [
 
 
 def _rows(family: Family, architecture: str) -> Rows:
-    """Returns the rows of a family with llama.cpp's names of their tensors."""
     import gguf
 
     by_name = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -149,7 +145,6 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _dequantized(tensor: Any, where: str) -> np.ndarray:
-    """Reads one tensor of `gguf.GGUFReader`, float32."""
     from gguf.quants import dequantize
 
     try:
@@ -180,12 +175,12 @@ def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
     if name == "llama":
         family = FAMILIES["mixtral" if own.get("expert_count") else "mistral" if window else "llama"]
     try:
-        given = _given(own, file, family) | dict(architecture.given)
+        foreign = _given(own, file, family) | dict(architecture.given)
         if "query_pre_attn_scalar" in family.fields:
-            is_wide = given["num_hidden_layers"] == architecture.wide_layers
-            width = given["hidden_size"] // given["num_attention_heads"] if is_wide else given["head_dim"]
-            given["query_pre_attn_scalar"] = width
-        return read_config(family, given), family
+            is_wide = foreign["num_hidden_layers"] == architecture.wide_layers
+            width = foreign["hidden_size"] // foreign["num_attention_heads"] if is_wide else foreign["head_dim"]
+            foreign["query_pre_attn_scalar"] = width
+        return read_foreign_config(family, foreign), family
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -194,35 +189,35 @@ def _config_and_family(file: Gguf, path: Path) -> tuple[ModelConfig, Family]:
 
 def _given(own: Mapping[str, Any], file: Gguf, family: Family) -> dict[str, Any]:
     """Returns the config.json of a family that is equivalent to the metadata `own` of an architecture."""
-    given = {there: _plain(own[here]) for here, there in _FIELDS.items() if own.get(here) or here in _REQUIRED}
+    foreign = {there: _plain(own[here]) for here, there in _FIELDS.items() if own.get(here) or here in _REQUIRED}
     for part in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if isinstance(sizes := given.get(part), list):
+        if isinstance(sizes := foreign.get(part), list):
             require(len(set(sizes)) == 1, f"{part} differs between layers", "one size")
-            given[part] = sizes[0]
-    sizes = {name: integer(given, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
+            foreign[part] = sizes[0]
+    sizes = {name: integer(foreign, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
     require(0 < sizes["num_hidden_layers"] <= 2**12, f"a model of {sizes['num_hidden_layers']} layers", "1 to 4096")
     heads = max(sizes["num_attention_heads"], 1)
-    given = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads} | given | sizes
-    width = own.get("attention.value_length", given["head_dim"])
-    require(width == given["head_dim"], "keys and values of different widths", "equal ones")
+    foreign = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads} | foreign | sizes
+    width = own.get("attention.value_length", foreign["head_dim"])
+    require(width == foreign["head_dim"], "keys and values of different widths", "equal ones")
     require(own.get("context_length", 1) >= 1, f"context_length={own.get('context_length')}", "at least 1")
     require("token_embd.weight" in file.tensors, "there is no tensor token_embd.weight")
-    given["vocab_size"] = _shape(file.tensors["token_embd.weight"])[0]
-    given["tie_word_embeddings"] = "output.weight" not in file.tensors
+    foreign["vocab_size"] = _shape(file.tensors["token_embd.weight"])[0]
+    foreign["tie_word_embeddings"] = "output.weight" not in file.tensors
     names = {*family.fields, *(family.more.names if family.more else ())}
     if experts := own.get("expert_count"):
-        given["num_experts" if "num_experts" in names else "num_local_experts"] = experts
+        foreign["num_experts" if "num_experts" in names else "num_local_experts"] = experts
         if "moe_intermediate_size" not in names:  # all of its hidden layers have experts
-            given["intermediate_size"] = given.pop("moe_intermediate_size", given["intermediate_size"])
+            foreign["intermediate_size"] = foreign.pop("moe_intermediate_size", foreign["intermediate_size"])
     if "attention_bias" in names and not isinstance(family.fields.get("attention_bias"), Only):
-        given["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    return given | _windows(own, given, family) | _rope(own, file, given, family)
+        foreign["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    return foreign | _windows(own, foreign, family) | _rope(own, file, foreign, family)
 
 
-def _windows(own: Mapping[str, Any], given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _windows(own: Mapping[str, Any], foreign: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns which layers have windows: as the file or the family says; for Qwen and `llama` all."""
-    layers, pattern = range(given["num_hidden_layers"]), own.get("attention.sliding_window_pattern")
-    if "sliding_window" not in given:
+    layers, pattern = range(foreign["num_hidden_layers"]), own.get("attention.sliding_window_pattern")
+    if "sliding_window" not in foreign:
         return {}
     kinds = ["sliding_attention"] * len(layers) if family.window_switch else None
     if isinstance(pattern, list):
@@ -237,11 +232,10 @@ def _plain(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _rope(own: Mapping[str, Any], file: Gguf, given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Returns `rope_parameters`, and the fields beside them."""
+def _rope(own: Mapping[str, Any], file: Gguf, foreign: Mapping[str, Any], family: Family) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": own.get("rope.scaling.type", "none"),
                             "rope_theta": float(_plain(own.get("rope.freq_base", 10_000.0)))}  # fmt: skip
-    width, turned = given["head_dim"], own.get("rope.dimension_count", given["head_dim"])
+    width, turned = foreign["head_dim"], own.get("rope.dimension_count", foreign["head_dim"])
     fits = turned == width or family.rotary_fraction is not None
     require(fits, f"rope.dimension_count={turned}", f"{width}")
     if turned != width:

@@ -6,12 +6,12 @@
 
 from orthojax.quant.linear import integer_linear as integer_linear
 from orthojax.quant.linear import integer_params as integer_params
+from orthojax.quant.linear import prefix_cache as prefix_cache
 from orthojax.quant.linear import quantize_params as quantize_params
 from orthojax.quant.linear import quantized_linear as quantized_linear
 from orthojax.quant.linear import require_integers as require_integers
 from orthojax.quant.linear import rounded_cache as rounded_cache
 from orthojax.quant.linear import rounded_model as rounded_model
-from orthojax.quant.prefix import prefix_cache as prefix_cache
 from orthojax.quant.propagation import LinearError as LinearError
 from orthojax.quant.propagation import RoundingError as RoundingError
 from orthojax.quant.propagation import rounding_error as rounding_error

@@ -14,22 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.ops.products import is_head
 from orthojax.ops.quantize import FORMATS, Axes, Quantized, dequantize, quantize, zeropoint
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.settings import (
-    ALL_BUT_HEAD,
-    KERNELS_BUT_HEAD,
-    QuantizationSetting,
-    compile_pattern,
-    map_kernels,
-)
+from orthojax.quant.settings import ALL_BUT_HEAD, KERNELS_BUT_HEAD, QuantizationSetting, compile_pattern, map_kernels
 
 if TYPE_CHECKING:
     from orthojax.config import ModelConfig
     from orthojax.model import LinearFunction, Transformer
+    from orthojax.model.cache import KVCache
 
 
 def _fake_quantize(x: jax.Array, setting: QuantizationSetting, bits: int, axes: Axes) -> jax.Array:
@@ -45,12 +42,6 @@ def _in_blocks(x: jax.Array, setting: QuantizationSetting, axes: tuple[int, ...]
 def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
     """Returns the axes of x [..., in] that share one scale."""
     return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs or "tensor"]
-
-
-def _fake_quantize_inputs(x: jax.Array, setting: QuantizationSetting) -> jax.Array:
-    if setting.inputs == "block":
-        return _in_blocks(x, setting, (-1,))
-    return _fake_quantize(x, setting, setting.input_bits, _input_axes(x, setting))
 
 
 def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
@@ -69,7 +60,6 @@ def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path:
 
 
 def _largest_features(x: jax.Array, count: int) -> jax.Array:
-    """Marks the features of x [..., F] with the largest |x|, [F] bool."""
     size = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)))
     return jnp.zeros(size.shape, bool).at[jax.lax.top_k(size, min(count, size.size))[1]].set(True)
 
@@ -115,7 +105,10 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
             kept = _largest_features(a, setting.float_features)
             floats = float_linear(jnp.where(kept, a, 0), w, None, path)
             a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
-        a = a if setting.inputs is None else _fake_quantize_inputs(a, setting)
+        if setting.inputs == "block":
+            a = _in_blocks(a, setting, (-1,))
+        elif setting.inputs is not None:
+            a = _fake_quantize(a, setting, setting.input_bits, _input_axes(a, setting))
         w = _fake_quantize_kernel(w, setting, path)
         y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
         y = y if setting.outputs is None else round_outputs(y)
@@ -281,3 +274,56 @@ def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
         return y if is_head(path) else y.astype(x.dtype)
 
     return linear
+
+
+def require_tokens(tokens: ArrayLike, vocab_size: int, what: str) -> jax.Array:
+    """Returns token ids, int32; UserError for numbers that are no ids of the model, which would silently be others."""
+    array = np.asarray(tokens)
+    integers = np.issubdtype(array.dtype, np.integer)
+    if array.size and not (integers and 0 <= array.min() <= array.max() < vocab_size):
+        shown = f"{array.min()} to {array.max()}, {array.dtype}"
+        raise UserError(f"{what}: token ids {shown}", allowed=f"integers 0 to {vocab_size - 1}")
+    return jnp.asarray(array, jnp.int32)
+
+
+def prefix_cache(model: "Transformer", params: Any, prefix: ArrayLike, batch: int, length: int) -> "KVCache":
+    """Reads a prefix with a float model, so that a rounded one finds its keys and values in the cache.
+
+    A model trained with softmax attends mostly to its first token, whose activations stand out. If a token before each
+    row takes this role and is computed once in float, these activations never pass a rounded layer. PrefixQuant (arXiv
+    2410.05265) finds the tokens by their outliers and IntactKV (arXiv 2403.01241) keeps the keys and values of a begin
+    token; here the prefix is given, not trained.
+
+    Args:
+      model: The float model.
+      params: Its parameters.
+      prefix: int [P], at least one token.
+      batch: Rows of the batch that follows.
+      length: Maximum number of tokens of a row that follow.
+
+    Returns:
+      A cache of P + `length` slots that holds the prefix, for `rounded.apply({"params": params}, tokens, cache=cache)`
+      with tokens [batch, T] and the same parameters.
+
+    Raises:
+      UserError: For an empty prefix, ids that the model does not have, or more positions than it has learned.
+
+    >>> from orthojax.model import llama2
+    >>> from orthojax.quant import INT8_COARSE, rounded_model
+    >>> config = llama2("tiny")
+    >>> rounded = rounded_model(config, INT8_COARSE)
+    >>> params = rounded.init(jax.random.key(0), jnp.zeros((1, 4), int))["params"]
+    >>> cache = prefix_cache(rounded.clone(linear=type(rounded)(config).linear), params, [0], batch=2, length=4)
+    >>> logits, cache = rounded.apply({"params": params}, jnp.ones((2, 4), int), cache=cache)
+    >>> logits.shape[:2], int(cache.length)
+    ((2, 4), 5)
+    """
+    from orthojax.model.cache import init_cache  # here, so that flax is not needed for `quantize_params`
+
+    tokens = require_tokens(prefix, model.config.vocab_size, "prefix")
+    if tokens.ndim != 1 or not tokens.size:
+        raise UserError(f"a prefix of shape {tokens.shape}", allowed="one row of one token or more")
+    cache = init_cache(model.config, batch, tokens.size + length)
+    rows = jnp.broadcast_to(tokens, (batch, tokens.size))
+    read = jax.jit(lambda params, rows, cache: model.apply({"params": params}, rows, cache=cache, head=False)[1])
+    return read(params, rows, cache)

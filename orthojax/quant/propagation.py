@@ -78,9 +78,9 @@ def rounding_error(model: "Transformer", params: Any, setting: QuantizationSetti
             return y
 
         states = []
-        for linear, of in ((plain, model), (compared, rounded)):
-            of = of.clone(config=config, linear=linear, linear_head=True)
-            seen: Any = of.apply({"params": params}, tokens, observe=lambda taps: at_least_float32(taps.residual))
+        for linear, reader in ((plain, model), (compared, rounded)):
+            reader = reader.clone(config=config, linear=linear, linear_head=True)
+            seen: Any = reader.apply({"params": params}, tokens, observe=lambda taps: at_least_float32(taps.residual))
             states.append(seen[1][-1])
         h, other = states
         return powers, jnp.mean(norm(other - h) / norm(h))

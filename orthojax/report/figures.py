@@ -51,12 +51,6 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _whole_numbers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator("auto", integer=True)
-
-
 def _literal(text: str) -> str:
     """Escapes what matplotlib would read as a formula."""
     return text.replace("$", r"\$")
@@ -102,7 +96,7 @@ def lines(
             axes.set(title=_literal(title), xscale=x_scale, yscale=y_scale)
             axes.set_xlabel(x_label if across > 1 or axes is grid[-1, 0] else "")
             if whole:
-                axes.xaxis.set_major_locator(_whole_numbers())
+                axes.xaxis.set_major_locator(plt.MaxNLocator("auto", integer=True))
         grid[0, 0].set_ylabel(textwrap.fill(y_label, 34))
         _finish(figure, list(grid.flat), len(panels), x_scale, y_scale)
     return figure
@@ -117,7 +111,7 @@ def _finish(figure: Figure, grid: Sequence[Axes], shown: int, x_scale: str, y_sc
     """Hides empty panels, writes plain numbers on logarithmic axes, and puts one legend below."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    found: dict[str, Any] = {}
+    legend: dict[str, Any] = {}
     for axes in grid[:shown]:
         for axis, scale in ((axes.xaxis, x_scale), (axes.yaxis, y_scale)):
             if scale == "log":
@@ -127,23 +121,17 @@ def _finish(figure: Figure, grid: Sequence[Axes], shown: int, x_scale: str, y_sc
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
                 axis.set_minor_formatter(NullFormatter())
         handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
+        legend |= dict(zip(labels, handles, strict=True))
     for axes in grid[shown:]:
         axes.set_visible(False)
-    if len(found) > 0:
+    if len(legend) > 0:
         width, height = figure.get_size_inches()
-        columns = max(1, min(4, len(found), int(14 * width / (max(map(len, found)) + 7))))
-        figure.set_size_inches(width, height + 0.18 * max(0, -(-len(found) // columns) - 2))
-        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns)
+        columns = max(1, min(4, len(legend), int(14 * width / (max(map(len, legend)) + 7))))
+        figure.set_size_inches(width, height + 0.18 * max(0, -(-len(legend) // columns) - 2))
+        figure.legend(list(legend.values()), list(legend), loc="outside lower center", ncols=columns)
 
 
-def bars(
-    groups: Sequence[str],
-    values: Mapping[str, np.ndarray],
-    *,
-    y_label: str,
-    y_scale: Scale = "linear",
-) -> Figure:
+def bars(groups: Sequence[str], values: Mapping[str, np.ndarray], *, y_label: str, y_scale: Scale = "linear") -> Figure:
     """Draws grouped bars, label -> [seeds, groups], with whiskers from the smallest to the largest seed.
 
     The scale "symlog" is linear up to 2.
@@ -175,18 +163,18 @@ def numbers(
     `references` are title -> the level of chance, a dashed line.
     """
     plt = _pyplot()
-    counts = [len(of) for of in panels.values()]
+    counts = [len(rows) for rows in panels.values()]
     with plt.rc_context({**_STYLE, "axes.spines.bottom": False, "axes.grid": False}):
         size = (5.1, 0.36 * sum(counts) + 0.4 * len(panels))
         figure, grid = plt.subplots(len(panels), 1, figsize=size, squeeze=False, height_ratios=counts)
-        for axes, (title, of) in zip(grid.flat, panels.items(), strict=True):
-            for at, ((values, _), color) in enumerate(zip(of.values(), cycle(COLORS), strict=False)):
+        for axes, (title, rows) in zip(grid.flat, panels.items(), strict=True):
+            for at, ((values, _), color) in enumerate(zip(rows.values(), cycle(COLORS), strict=False)):
                 axes.barh(at, np.mean(values), 0.7, color=color)
                 axes.plot(values, [at] * len(values), ".", color="#333333", markersize=4)
             if (level := (references or {}).get(title)) is not None:
                 axes.axvline(level, color="#777777", linestyle="--", linewidth=1.1)
-            words = [_literal(f"{name.replace('_', ' ')}  {text}") for name, (_, text) in of.items()]
-            axes.set_yticks(range(len(of)), words, weight="bold")
+            words = [_literal(f"{name.replace('_', ' ')}  {text}") for name, (_, text) in rows.items()]
+            axes.set_yticks(range(len(rows)), words, weight="bold")
             axes.set(xticks=[])
             axes.set_title(_literal(title), loc="left")
             axes.invert_yaxis()
@@ -207,14 +195,8 @@ def scatter(
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.2, 4.4))
         for (name, group), color, marker in zip(points.items(), cycle(COLORS), cycle(_MARKERS), strict=False):
-            axes.plot(
-                [x for x, *_ in group],
-                [y for _, y, _ in group],
-                marker,
-                color=color,
-                markersize=5,
-                label=_literal(name),
-            )
+            xs, ys = ([point[axis] for point in group] for axis in (0, 1))
+            axes.plot(xs, ys, marker, color=color, markersize=5, label=_literal(name))
             for x, y, text in group:
                 axes.annotate(text, (x, y), (4, 3), textcoords="offset points", fontsize=7)
         _refer(axes, references)
@@ -281,7 +263,7 @@ def maps(
             axes.set_facecolor("#000004")
             axes.set_title(_literal(title))
             for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_locator(_whole_numbers())
+                axis.set_major_locator(plt.MaxNLocator("auto", integer=True))
             if x_ticks:
                 axes.set_xticks(range(len(x_ticks)), map(_literal, x_ticks), rotation=90)
             if y_ticks:

@@ -63,37 +63,28 @@ class Verdict(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that a reader sees, in order.
-
-    Attributes:
-      setting: Scale, seeds, date and device, in one line.
-      sentences: Paragraphs that say what was run.
-      headlines: (metric, "31 → 2.6", its level of chance) of the numbers on top.
-      pictures: The first is on top of the page.
-      notes: The command, and how the report was made.
-      failures: A line for each run that did not finish.
-    """
+    """Everything that a reader sees, in order."""
 
     title: str
-    setting: str = ""
-    sentences: Sequence[str] = ()
-    headlines: Sequence[tuple[str, str, str]] = ()
+    setting: str = ""  # scale, seeds, date and device, in one line
+    sentences: Sequence[str] = ()  # paragraphs that say what was run
+    headlines: Sequence[tuple[str, str, str]] = ()  # (metric, "31 → 2.6", its level of chance) of the numbers on top
     verdicts: Sequence[Verdict] = ()
     tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
-    notes: Sequence[str] = ()
-    failures: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()  # the first is on top of the page
+    notes: Sequence[str] = ()  # the command, and how the report was made
+    failures: Sequence[str] = ()  # a line for each run that did not finish
 
     @property
     def headline(self) -> str:
         """The numbers on top as a sentence: 'Kurtosis, first token: 31 → 2.6 (3 for a Gaussian).'."""
-        parts = [f"{of}: {numbers}" + (f" ({beside})" if beside else "") for of, numbers, beside in self.headlines]
+        parts = [f"{name}: {numbers}" + (f" ({beside})" if beside else "") for name, numbers, beside in self.headlines]
         return f"{'; '.join(parts)[:1].upper()}{'; '.join(parts)[1:]}." if parts else ""
 
     @property
     def tally(self) -> str:
         """The count of claims by verdict, as '2 of 9 claims hold, 5 do not, 2 not testable'."""
-        counts = Counter(of.verdict for of in self.verdicts)
+        counts = Counter(claim.verdict for claim in self.verdicts)
         words = {"does not hold": "do not", "not testable": "not testable", "not measured": "not measured"}
         if counts["does not hold"] == 1:
             words["does not hold"] = "does not"
@@ -113,9 +104,7 @@ def write_report(report: Report, workdir: Path) -> None:
         images.append((source, picture.caption))
     write_text(workdir / "report.md", markdown(report))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orthojax.report", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
+        loader=jinja2.PackageLoader("orthojax.report", "templates"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     style = environment.get_template("page.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # the page forbids all else
@@ -142,8 +131,8 @@ def print_report(report: Report) -> None:
         print("\n".join(["", table.caption, rule, head, rule, *body]))
     if report.verdicts:
         print()
-        for of in report.verdicts:
-            print(f"{of.verdict.upper():13}  {of.says}")
+        for claim in report.verdicts:
+            print(f"{claim.verdict.upper():13}  {claim.says}")
         print(f"\n{report.tally}.")
     for failure in report.failures:
         print(printable(f"failed: {failure}"))
@@ -164,8 +153,8 @@ def print_summary(report: Report, page: str, *, seconds: float, next_command: st
     print(f"\nDone in {minutes}:{rest:02}.{tally} {report.setting}")
     if report.headline:
         print(textwrap.fill(report.headline, _CONSOLE))
-    shown = [(of.verdict, textwrap.shorten(of.says.rstrip("."), 60, placeholder=" ..."), of.brief)
-             for of in report.verdicts[:_SHOWN_VERDICTS]]  # fmt: skip
+    shown = [(claim.verdict, textwrap.shorten(claim.says.rstrip("."), 60, placeholder=" ..."), claim.brief)
+             for claim in report.verdicts[:_SHOWN_VERDICTS]]  # fmt: skip
     for line in align(shown) if shown else ():
         print(line if len(line) <= _CONSOLE else f"{line[: _CONSOLE - 4]} ...")
     if more := len(report.verdicts) - len(shown):
@@ -190,7 +179,7 @@ def markdown(report: Report) -> str:
     parts += map(escape, (report.setting, *report.failures, *report.sentences))
     if report.verdicts:
         parts.append(f"## Claims: {report.tally}")
-        parts.append("\n".join(f"{i}. {_claim(of)}" for i, of in enumerate(report.verdicts, 1)))
+        parts.append("\n".join(f"{i}. {_claim(claim)}" for i, claim in enumerate(report.verdicts, 1)))
     for table in report.tables:
         rule = "|".join(["---", *["---:"] * (len(table.columns) - 1)])
         rows = [f"| {' | '.join(escape(str(cell)) for cell in row)} |" for row in (table.columns, *table.rows)]
@@ -202,7 +191,8 @@ def markdown(report: Report) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _claim(of: Verdict) -> str:
-    """Returns a claim as an item of a list, with its numbers and its criterion below."""
-    lines = [*of.numbers, *([f"Criterion: {of.criterion}."] if of.criterion else []), *(f"{r}." for r in of.remarks)]
-    return "\n".join([f"**{of.verdict}**: {escape_markdown(of.says)}", *(f"   - {escape_markdown(x)}" for x in lines)])
+def _claim(claim: Verdict) -> str:
+    criterion = [f"Criterion: {claim.criterion}."] if claim.criterion else []
+    lines = [*claim.numbers, *criterion, *(f"{remark}." for remark in claim.remarks)]
+    details = (f"   - {escape_markdown(line)}" for line in lines)
+    return "\n".join([f"**{claim.verdict}**: {escape_markdown(claim.says)}", *details])

@@ -43,7 +43,7 @@ def _looks(shown: Sequence[Result]) -> Mapping[str, Look] | None:
 
 
 def _shown(results: Results, rows: str) -> list[Result]:
-    return [of for of in results.matching(rows) if of.seeds]
+    return [result for result in results.matching(rows) if result.seeds]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,29 +107,28 @@ def _steps_of(result: Result, metric: str) -> list[str]:
     return [key for key in first if key.startswith(f"{metric}/step_") and all(key in of for of in others)]
 
 
-def _in_percent(axis: "Axis", *of: Quantity) -> None:
+def _in_percent(axis: "Axis", *metrics: Quantity) -> None:
     """Writes the ticks of an axis in percent if all that it shows are shares, as tables write them."""
     from matplotlib.ticker import PercentFormatter
 
-    if all(quantity.is_share or quantity.show is percent for quantity in of):
+    if all(quantity.is_share or quantity.show is percent for quantity in metrics):
         axis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _complete(result: Result, *of: Quantity) -> bool:
-    """Returns whether every seed has several metrics."""
-    return all(len(result.values(quantity)) == len(result.seeds) for quantity in of)
+def _complete(result: Result, *metrics: Quantity) -> bool:
+    return all(len(result.values(quantity)) == len(result.seeds) for quantity in metrics)
 
 
 def _curves(
-    of: ByLayer | ByStep,
+    spec: ByLayer | ByStep,
     what: str,
     results: Results,
     curve: Callable[[Result, str], Curve],
     x_label: str,
     x_scale: Scale,
 ) -> list[Picture]:
-    shown, panels, gone = _shown(results, of.rows), {}, None
-    metrics = quantities(of.metrics)
+    shown, panels, gone = _shown(results, spec.rows), {}, None
+    metrics = quantities(spec.metrics)
     for metric in metrics:
         for result in shown:
             try:
@@ -139,13 +138,13 @@ def _curves(
     if not panels:
         raise gone or Missing(metrics[0].name)
     y_label, panels = (metrics[0].label, {"": panels.popitem()[1]}) if len(panels) == 1 else ("", panels)
-    figure = lines(panels, x_label=x_label, y_label=y_label, x_scale=x_scale, y_scale=of.y_scale,
-                   references=of.references, looks=_looks(shown),
-                   ends=metrics[0].text if isinstance(of, ByStep) else None)  # fmt: skip
+    figure = lines(panels, x_label=x_label, y_label=y_label, x_scale=x_scale, y_scale=spec.y_scale,
+                   references=spec.references, looks=_looks(shown),
+                   ends=metrics[0].text if isinstance(spec, ByStep) else None)  # fmt: skip
     for axes in figure.axes:
         _in_percent(axes.yaxis, *metrics)
     words = "; ".join(metric.label for metric in metrics)
-    name = of.name or f"{metrics[0].name}_by_{'step' if isinstance(of, ByStep) else 'layer'}"
+    name = spec.name or f"{metrics[0].name}_by_{'step' if isinstance(spec, ByStep) else 'layer'}"
     return [Picture(name, f"{words[:1].upper()}{words[1:]}, {what}.", figure)]
 
 
@@ -154,13 +153,13 @@ def headlines(results: Results, shown: Sequence[tuple[str | Quantity, str, str]]
     panels: dict[str, dict[str, tuple[list[float], str]]] = {}
     levels: dict[str, float] = {}
     for metric, *names in shown:
-        of = as_quantity(metric)
+        quantity = as_quantity(metric)
         with contextlib.suppress(Missing):
-            found = {name: (results[name].values(of), of.text(results[name][of])) for name in names}
-            panels.setdefault(of.label, {}).update(found)
+            bars_of = {name: (results[name].values(quantity), quantity.text(results[name][quantity])) for name in names}
+            panels.setdefault(quantity.label, {}).update(bars_of)
             config = results[names[-1]].config
-            level = chance(of.name, conditions(config)) if config and of.name != "perplexity" else None
-            levels |= {} if level is None else {of.label: level}
+            level = chance(quantity.name, conditions(config)) if config and quantity.name != "perplexity" else None
+            levels |= {} if level is None else {quantity.label: level}
     if not panels:
         return []
     words = "; ".join(panels)
@@ -190,10 +189,10 @@ class Bars:
         """Draws the picture."""
         metrics = quantities(self.metrics)
         shown = [result for result in _shown(results, self.rows) if _complete(result, *metrics)]
-        complete = {r.name: self.scale * np.array([r.values(of) for of in metrics]).T for r in shown}
+        complete = {r.name: self.scale * np.array([r.values(metric) for metric in metrics]).T for r in shown}
         if not complete:
             raise Missing(self.name)
-        figure = bars([of.label for of in metrics], complete, y_label=self.y_label, y_scale=self.y_scale)
+        figure = bars([metric.label for metric in metrics], complete, y_label=self.y_label, y_scale=self.y_scale)
         if self.scale == 1:
             _in_percent(figure.axes[0].yaxis, *metrics)
         return [Picture(self.name, self.caption, figure)]
@@ -217,13 +216,10 @@ class Points:
     def __call__(self, results: Results) -> list[Picture]:
         """Draws the picture."""
         x, y = as_quantity(self.x), as_quantity(self.y)
-        groups = {words: _shown(results, rows) for words, rows in (self.groups or {"variants": ""}).items()}
-        points = {
-            words: [
-                (r[x], r[y], case_in(self.groups.get(words, ""), r.name) or r.name) for r in of if _complete(r, x, y)
-            ]
-            for words, of in groups.items()
-        }
+        points = {}
+        for words, rows in (self.groups or {"variants": ""}).items():
+            complete = [result for result in _shown(results, rows) if _complete(result, x, y)]
+            points[words] = [(result[x], result[y], case_in(rows, result.name) or result.name) for result in complete]
         if not any(points.values()):
             raise Missing(self.name)
         figure = scatter(points, x_label=x.label, y_label=y.label, y_scale=self.y_scale, references=self.references)
@@ -243,10 +239,10 @@ class Maps:
         arrays = {result.name: result.arrays("maps") for result in _shown(results, self.rows)}
         if not arrays:
             raise Missing("maps")
-        attention = by_key({name: of["attention"][0] for name, of in arrays.items()})
+        attention = by_key({name: maps["attention"][0] for name, maps in arrays.items()})
         panels: dict[str, dict[str, Curve]] = {"first token": {}, "other tokens, mean": {}}
-        for name, of in arrays.items():
-            channels = np.abs(of["hidden"][0])  # [positions, channels]
+        for name, maps in arrays.items():
+            channels = np.abs(maps["hidden"][0])  # [positions, channels]
             for panel, profile in zip(panels.values(), (channels[0], channels[1:].mean(0)), strict=True):
                 panel[name] = list(range(1, len(profile) + 1)), np.sort(profile)[None, ::-1]
         hidden = lines(panels, x_label="channel, sorted", y_label="|hidden state|", x_scale="log", y_scale="log")

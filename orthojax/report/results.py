@@ -44,25 +44,19 @@ class Numbers:
     def layers(self, name: str) -> np.ndarray:
         """Returns `name/layer_i` of every layer, [layers]; nan for a layer that does not have it."""
         keys = [key for key in self._metrics if key.startswith(f"{name}/layer_")]
-        found = {int(layer): self[key] for key in keys if (layer := key.rpartition("_")[2]).isdigit()}
-        if not found:
+        by_layer = {int(layer): self[key] for key in keys if (layer := key.rpartition("_")[2]).isdigit()}
+        if not by_layer:
             raise Missing(f"{name}/layer_0")
-        return np.array([found.get(layer, math.nan) for layer in range(max(found) + 1)])
+        return np.array([by_layer.get(layer, math.nan) for layer in range(max(by_layer) + 1)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A number for every seed of a variant; `claims.Metric` can also be indexed by a variant's name.
+    """A number for every seed of a variant; `claims.Metric` can also be indexed by a variant's name."""
 
-    Attributes:
-      name: A key of results.json, or with `of` the label of what `of` computes.
-      of: Computes it from the numbers of one seed.
-      show: Formats it; None for three digits, or percent for a metric that is a fraction.
-    """
-
-    name: str
-    of: Callable[[Numbers], float] | None = None
-    show: Callable[[float], str] | None = None
+    name: str  # a key of results.json, or with `of` the label of what `of` computes
+    of: Callable[[Numbers], float] | None = None  # computes it from the numbers of one seed
+    show: Callable[[float], str] | None = None  # None for three digits, or percent for a metric that is a fraction
 
     @property
     def label(self) -> str:
@@ -74,8 +68,8 @@ class Quantity:
         """Whether it is a fraction of a whole, written in percent."""
         if self.of or self.show:
             return self.show is share
-        found = define(self.name)
-        return found is not None and found.fraction
+        definition = define(self.name)
+        return definition is not None and definition.fraction
 
     def text(self, value: float) -> str:
         """Formats a value."""
@@ -89,31 +83,22 @@ class Quantity:
             raise Missing(self.name) from None
 
 
-def as_quantity(given: "str | Quantity") -> Quantity:
+def as_quantity(metric: "str | Quantity") -> Quantity:
     """Returns the quantity for a metric's name; returns a quantity unchanged."""
-    return Quantity(given) if isinstance(given, str) else given
+    return Quantity(metric) if isinstance(metric, str) else metric
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All finished seeds of one variant; `result["perplexity"]` is the mean over them.
-
-    Attributes:
-      config: Config of its run, with the data that it was measured on; None for a computation.
-      seeds: Seed -> its numbers.
-      paper: What the paper prints for it.
-      given: Whether it is an existing model, whose seed has no meaning.
-      folders: Seed -> folder of the run.
-      started: Whether any seed was run, finished or not.
-    """
+    """All finished seeds of one variant; `result["perplexity"]` is the mean over them."""
 
     name: str
-    config: Any
+    config: Any  # of its run, with the data that it was measured on; None for a computation
     seeds: Mapping[int, Numbers]
-    paper: Numbers = dataclasses.field(default_factory=lambda: Numbers({}))
-    given: bool = False
-    folders: Mapping[int, Path] = dataclasses.field(default_factory=dict)
-    started: bool = True
+    paper: Numbers = dataclasses.field(default_factory=lambda: Numbers({}))  # what the paper prints for it
+    given: bool = False  # whether it is an existing model, whose seed has no meaning
+    folders: Mapping[int, Path] = dataclasses.field(default_factory=dict)  # of the run of each seed
+    started: bool = True  # whether any seed was run, finished or not
 
     def printed(self, metric: Quantity) -> str:
         """Returns the words "paper 31.2" with the number that the paper prints; "" if it prints none."""
@@ -124,13 +109,13 @@ class Result:
 
     def by_seed(self, metric: str | Quantity) -> dict[int, float]:
         """Returns the metric of every seed that has it."""
-        quantity, found = as_quantity(metric), {}
+        quantity, by_seed = as_quantity(metric), {}
         for seed, numbers in self.seeds.items():
             try:
-                found[seed] = quantity(numbers)
+                by_seed[seed] = quantity(numbers)
             except Missing:
                 continue
-        return found
+        return by_seed
 
     def values(self, metric: str | Quantity) -> list[float]:
         """Returns the values of `by_seed`."""
@@ -151,13 +136,12 @@ class Result:
 
     def only(self, seeds: Collection[int]) -> "Result":
         """Returns the same variant with some of its seeds."""
-        return dataclasses.replace(self, seeds={seed: of for seed, of in self.seeds.items() if seed in seeds})
+        return dataclasses.replace(self, seeds={seed: numbers for seed, numbers in self.seeds.items() if seed in seeds})
 
     def arrays(self, measure: str, seed: int | None = None) -> dict[str, np.ndarray]:
         """Reads the arrays that a measure stored for a seed, the first one if None.
 
-        Raises:
-          Missing: If the run's folder is gone, as for committed results.
+        Raises Missing if the run's folder is gone, as for committed results.
         """
         folder = self.folders.get(next(iter(self.seeds), 0) if seed is None else seed)
         path = folder / "measured" / f"{measure}.npz" if folder else None
@@ -172,8 +156,7 @@ class Result:
     def logged(self, key: str) -> tuple[list[int], np.ndarray]:
         """Reads one entry of metrics.jsonl at the steps that all seeds have: (steps [n], values [seeds, n]).
 
-        Raises:
-          Missing: If a run's folder is gone, or the entry was not logged.
+        Raises Missing if a run's folder is gone, or the entry was not logged.
         """
         paths = [self.folders[seed] / "metrics.jsonl" for seed in self.seeds if seed in self.folders]
         if not paths or not all(path.exists() for path in paths):
@@ -221,7 +204,7 @@ class Results(Mapping[str, Result]):
         """Returns the variants that match one of several patterns, such as 'vanilla *_cured'; all if there is none."""
         if not patterns:
             return list(self.values())
-        return [of for of in self.values() if any(case_in(p, of.name) is not None for p in patterns.split())]
+        return [each for each in self.values() if any(case_in(p, each.name) is not None for p in patterns.split())]
 
 
 def case_in(pattern: str, name: str) -> str | None:
@@ -237,22 +220,21 @@ def case_in(pattern: str, name: str) -> str | None:
     return name[len(start) : len(name) - len(end)] if fits else None
 
 
-def shared_seeds(of: Sequence[Result]) -> list[Result]:
+def shared_seeds(variants: Sequence[Result]) -> list[Result]:
     """Returns variants on the seeds that all variants trained here finished, so that means are comparable."""
-    trained = [set(result.seeds) for result in of if result.seeds and not result.given]
+    trained = [set(result.seeds) for result in variants if result.seeds and not result.given]
     if not trained or all(seeds == trained[0] for seeds in trained):
-        return list(of)
+        return list(variants)
     shared = set.intersection(*trained)
     if not shared:
         raise Missing("no seed that every variant finished")
-    return [result if result.given else result.only(shared) for result in of]
+    return [result if result.given else result.only(shared) for result in variants]
 
 
 def pairs(result: Result, reference: Result, metric: str | Quantity) -> dict[int, tuple[float, float]]:
     """Returns a metric of two variants for every seed that both have; one pair for two existing models.
 
-    Raises:
-      Missing: If there is no such seed.
+    Raises Missing if there is no such seed.
     """
     if result.given and reference.given:
         return {0: (result[metric], reference[metric])}

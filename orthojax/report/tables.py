@@ -79,8 +79,8 @@ class Paired:
 
     def __call__(self, results: Results) -> Table:
         """Builds the table."""
-        columns = [(of, change) for of in quantities(self.changes)]
-        columns += [(of, difference) for of in quantities(self.differences)]
+        columns = [(metric, change) for metric in quantities(self.changes)]
+        columns += [(metric, difference) for metric in quantities(self.differences)]
         rows: list[list[str | Cell]] = []
         for pattern in self.rows.split():
             for result in results.matching(pattern):
@@ -88,21 +88,21 @@ class Paired:
                 name = self.reference.replace("*", case)
                 if name in results and name != result.name and result.seeds:
                     reference = results[name]
-                    rows.append([result.name, *(_paired(result, reference, of, text) for of, text in columns)])
-        return Table(self.caption, ["", *(of.label for of, _ in columns)], rows)
+                    rows.append([result.name, *(_paired(result, reference, metric, text) for metric, text in columns)])
+        return Table(self.caption, ["", *(metric.label for metric, _ in columns)], rows)
 
 
 Pairs = Mapping[int, tuple[float, float]]  # seed -> (value, value of the reference)
 
 
-def _paired(result: Result, reference: Result, of: Quantity, text: Callable[[Pairs, Quantity], Cell]) -> Cell:
+def _paired(result: Result, reference: Result, quantity: Quantity, text: Callable[[Pairs, Quantity], Cell]) -> Cell:
     try:
-        return text(pairs(result, reference, of), of)
+        return text(pairs(result, reference, quantity), quantity)
     except Missing:
         return Cell("-")
 
 
-def difference(of: Pairs, metric: Quantity) -> Cell:
+def difference(paired: Pairs, metric: Quantity) -> Cell:
     """Returns the mean difference, paired by seed, and with three seeds or more its 95% confidence interval.
 
     >>> str(difference({0: (3.0, 1.0)}, Quantity("kurtosis_first")))
@@ -111,18 +111,18 @@ def difference(of: Pairs, metric: Quantity) -> Cell:
     '-10 points and -20 points'
     """
     show = (lambda x: f"{percent(x)[:-1]} points") if metric.is_share else signed
-    return _interval([a - b for a, b in of.values()], show)
+    return _interval([a - b for a, b in paired.values()], show)
 
 
-def change(of: Pairs, metric: Quantity) -> Cell:
+def change(paired: Pairs, metric: Quantity) -> Cell:
     """Returns the geometric mean of the relative change, and its interval from logarithms.
 
     >>> str(change({0: (98.0, 100.0), 1: (99.0, 100.0), 2: (99.4, 100.0)}, Quantity("perplexity")))
     '-1.2% (95% CI -2.98% to +0.608%)'
     """
-    if any(not value > 0 for pair in of.values() for value in pair):
+    if any(not value > 0 for pair in paired.values() for value in pair):
         return Cell("not above 0")
-    return _interval([math.log(a / b) for a, b in of.values()], lambda x: percent(float(np.expm1(x))))
+    return _interval([math.log(a / b) for a, b in paired.values()], lambda x: percent(float(np.expm1(x))))
 
 
 def _interval(values: Sequence[float], show: Callable[[float], str]) -> Cell:

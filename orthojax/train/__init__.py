@@ -1,11 +1,12 @@
 """Training and evaluation of one model.
 
-In reading order: `loop` (a run from start to end), `data` (its batches), `workdir` (its folder), `step` (from a config
+In reading order: `loop` (a run from start to end, its folder), `data` (its batches), `step` (from a config
 to objects, the pure step), `optimizer`, `mesh` (sharding), `metrics` (the log), `evaluation` (and probes),
-`distributed` (processes, signals), `compiled` (programs that are kept), `checkpoint`, `loading` (models from
+`distributed` (processes, signals), `checkpoint`, `loading` (models from
 checkpoints), `estimates` (what a run is and what it needs).
 """
 
+from orthojax.machine import keep_compiled_programs as keep_compiled_programs
 from orthojax.places import find_checkpoint as find_checkpoint
 from orthojax.places import steps_in as steps_in
 from orthojax.train.checkpoint import ARRAYS as ARRAYS
@@ -18,7 +19,6 @@ from orthojax.train.checkpoint import read_optimizer_state as read_optimizer_sta
 from orthojax.train.checkpoint import read_params as read_params
 from orthojax.train.checkpoint import require_same_data as require_same_data
 from orthojax.train.checkpoint import verify_checkpoint as verify_checkpoint
-from orthojax.train.compiled import keep_compiled_programs as keep_compiled_programs
 from orthojax.train.data import Inputs as Inputs
 from orthojax.train.data import open_inputs as open_inputs
 from orthojax.train.estimates import describe_data as describe_data
@@ -34,6 +34,7 @@ from orthojax.train.loading import find_model as find_model
 from orthojax.train.loading import load as load
 from orthojax.train.loading import load_params as load_params
 from orthojax.train.loading import require_tokenizer as require_tokenizer
+from orthojax.train.loop import check_workdir as check_workdir
 from orthojax.train.loop import train as train
 from orthojax.train.mesh import make_mesh as make_mesh
 from orthojax.train.mesh import place_rows as place_rows
@@ -49,4 +50,3 @@ from orthojax.train.step import build as build
 from orthojax.train.step import init_state as init_state
 from orthojax.train.step import make_train_step as make_train_step
 from orthojax.train.step import state_shapes as state_shapes
-from orthojax.train.workdir import check_workdir as check_workdir

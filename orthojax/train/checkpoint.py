@@ -117,8 +117,7 @@ def _read_item(step_folder: Path, item: str, shapes: Any) -> Any:
 def read_params(step_folder: Path) -> Any:
     """Returns only the parameters, as a nested dict of float32 arrays on the first device of this process.
 
-    Raises:
-      UserError: If they are missing, damaged, or not those of the model in the checkpoint's config.
+    Raises UserError if they are missing, damaged, or not those of the model in the checkpoint's config.
     """
     return _read_item(step_folder, "params", parameter_shapes(read_config(step_folder).model))
 
@@ -133,8 +132,6 @@ def read_optimizer_state(step_folder: Path) -> Any:
 
 
 def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns the SHA-256 of files in a folder by name, computed several at a time."""
-
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -152,12 +149,12 @@ def _verify(step_folder: Path, items: tuple[str, ...], share: slice = slice(None
     names = [name for name in files if name.split("/")[0] not in ARRAYS]
     names += sorted(name for name in files if name.split("/")[0] in items)[share]
     try:
-        found = _digests(step_folder, [name for name in names if (step_folder / name).is_file()])
+        digests = _digests(step_folder, [name for name in names if (step_folder / name).is_file()])
     except OSError as error:
         raise DamagedError(step_folder, _first_line(error)) from error
     for name in names:
-        if found.get(name) != files[name]:
-            problem = "does not match its checksum" if name in found else "is missing"
+        if digests.get(name) != files[name]:
+            problem = "does not match its checksum" if name in digests else "is missing"
             raise DamagedError(step_folder, f"{name} {problem}")
 
 
@@ -177,8 +174,7 @@ def _verify_together(step_folder: Path) -> None:
 def verify_checkpoint(step_folder: Path) -> int:
     """Compares everything in a checkpoint with its checksums, and returns the size of its arrays in bytes.
 
-    Raises:
-      DamagedError: Naming what is damaged.
+    Raises DamagedError naming what is damaged.
     """
     _verify(step_folder, ARRAYS)
     arrays = [array for item in ARRAYS for array in list_arrays(step_folder, item)]
@@ -262,10 +258,8 @@ class Checkpoints:
         """Writes a step in the background; it appears under its name only when it is complete.
 
         Returns when the state is on the host, so that the next step may overwrite it on the devices. Every process
-        calls it and writes what it holds. `next_step` is added to `data`, JSON values.
-
-        Raises:
-          UserError: If the disk refuses this write or refused the one before; earlier checkpoints stay.
+        calls it and writes what it holds. `next_step` is added to `data`, JSON values. Raises UserError if the disk
+        refuses this write or refused the one before; earlier checkpoints stay.
         """
         step = int(jax.device_get(state.step))
         items: dict[str, Any] = {item: ocp.args.StandardSave(getattr(state, item)) for item in ARRAYS}
@@ -285,17 +279,9 @@ class Checkpoints:
         """Resumes from the newest checkpoint that is intact, whatever mesh, device count and process count saved it.
 
         Damaged checkpoints are reported on stderr and renamed, so that their steps can be written again, unless all are
-        damaged.
-
-        Args:
-          like: A state of the right structure, with arrays or jax.ShapeDtypeStruct with shardings.
-          accept: Called with the folder of an intact step; raises if the run must not resume there.
-
-        Returns:
-          The state, or None if there is no checkpoint.
-
-        Raises:
-          UserError: If every checkpoint is damaged or one does not fit; also whatever `accept` raises.
+        damaged. `like` is a state of the right structure, with arrays or jax.ShapeDtypeStruct with shardings; `accept`
+        raises if the run must not resume in the folder of an intact step. Returns None if there is no checkpoint;
+        raises UserError if every checkpoint is damaged or one does not fit.
         """
         damaged: dict[int, DamagedError] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -312,11 +298,9 @@ class Checkpoints:
             # Placed as the arrays are: a step without a place would make the second training step compile again.
             return TrainState(jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding), **restored)
         if damaged:
-            raise UserError(
-                _first_line(damaged[max(damaged)]),
-                allowed=f"an intact checkpoint; all of {len(damaged)} are damaged",
-                hint=f"without {self.directory} the run starts from the beginning",
-            )
+            problem = _first_line(damaged[max(damaged)])
+            hint = f"without {self.directory} the run starts from the beginning"
+            raise UserError(problem, allowed=f"an intact checkpoint; all of {len(damaged)} are damaged", hint=hint)
         return None
 
     def _set_aside(self, damaged: dict[int, DamagedError], used: int) -> None:

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
+from orthojax.data.batches import Corruption
 from orthojax.data.bigram_backcopy import EVALUATION
-from orthojax.data.objectives import Corruption
 from orthojax.errors import UserError
 from orthojax.model import parameter_count
 from orthojax.train.estimates import model_flops_per_token
@@ -48,10 +48,8 @@ class Inputs(NamedTuple):
 def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int, int], None] | None = None) -> Inputs:
     """Opens the data that a config names, tokenising text the first time.
 
-    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, total bytes).
-
-    Raises:
-      UserError: For anything wrong with the files, or a vocabulary that the model does not have.
+    Tokenised corpora are kept in `cache_dir`; `progress` is called with (what, bytes done, total bytes). Raises
+    UserError for anything wrong with the files, or a vocabulary that the model does not have.
     """
     data, train, evaluation = config.data, config.train, config.eval
     if data.kind == "bigram_backcopy":
@@ -96,11 +94,8 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
 
 def _require_vocabulary(config: Config, needed: int) -> None:
     if config.model.vocab_size < needed:
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data",
-            allowed=f"at least {needed}",
-            hint=f"--config.model.vocab_size={needed}",
-        )
+        problem = f"model.vocab_size={config.model.vocab_size} is less than the {needed} ids of the data"
+        raise UserError(problem, allowed=f"at least {needed}", hint=f"--config.model.vocab_size={needed}")
 
 
 class Dispatch(NamedTuple):

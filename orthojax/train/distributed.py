@@ -34,10 +34,8 @@ def initialize(
 
     Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
     others, and JAX prints its number. When restarted, they resume from the last checkpoint. If the others do not
-    connect within five minutes, JAX ends this one with exit code 134.
-
-    Raises:
-      UserError: If only some of the three are given, they do not fit, or no cluster is found.
+    connect within five minutes, JAX ends this one with exit code 134. Raises UserError if only some of the three are
+    given, they do not fit, or no cluster is found.
     """
     given = (coordinator_address, num_processes, process_id)
     if given != (None, None, None):

@@ -71,14 +71,13 @@ def validation_loss_nats(
 
 
 def _mean(sums: Any) -> float:
-    """Returns the mean of several (sum, count), on the host in float64."""
     totals, counts = zip(*jax.device_get(sums), strict=True)
     return sum(map(float, totals)) / sum(map(float, counts))
 
 
 def settings_that_do_not_fit(loaded: LoadedModel, settings: Settings) -> dict[str, str]:
     """Returns name -> reason for settings whose groups do not divide the input features of a kernel."""
-    found = {}
+    reasons = {}
     for name, setting in settings.items():
         if setting.group_size is None:
             continue
@@ -86,8 +85,8 @@ def settings_that_do_not_fit(loaded: LoadedModel, settings: Settings) -> dict[st
         try:
             jax.eval_shape(model.apply, {"params": loaded.params}, jnp.zeros((1, 2), jnp.int32))
         except UserError as error:
-            found[name] = str(error).partition("\n")[0]
-    return found
+            reasons[name] = str(error).partition("\n")[0]
+    return reasons
 
 
 def evaluate(
@@ -134,10 +133,9 @@ def evaluate_by_head(
 ) -> tuple[Metrics, dict[str, np.ndarray], analysis.Extremes | None]:
     """Measures every head and the extremes of a model in float as well, with or without interventions.
 
-    Returns:
-      The metrics of `evaluate`, for text also `null_mass`, `attention_entropy_nats`, `sink_logit_gap` and those of
-      `analysis.observe_predictors`; by name the arrays [L, N] of what is measured by head, for text also
-      `max_abs_by_channel` [L, D]; and for text the extremes of all layers and rows.
+    Returns the metrics of `evaluate`, for text also `null_mass`, `attention_entropy_nats`, `sink_logit_gap` and those
+    of `analysis.observe_predictors`; by name the arrays [L, N] of what is measured by head, for text also
+    `max_abs_by_channel` [L, D]; and for text the extremes of all layers and rows.
     """
     return _measure(loaded, inputs, interventions, by_head=True)
 
@@ -230,8 +228,7 @@ def rounded_perplexities(
 ) -> Metrics:
     """Measures the perplexity at each of `settings`; arguments and names are as for `evaluate`.
 
-    Raises:
-      UserError: For a setting that does not fit the model, before anything is computed.
+    Raises UserError for a setting that does not fit the model, before anything is computed.
     """
     _require_fitting(loaded, settings)
     heads = {"": False, "_with_head": True} if quantize_head else {"": False}
@@ -246,8 +243,7 @@ def rotated_perplexities(
 ) -> Metrics:
     """Measures `perplexity_<setting>_rotated` at each of `settings` after `quant.rotate_after_training`.
 
-    Raises:
-      UserError: For a model that cannot be rotated.
+    Raises UserError for a model that cannot be rotated.
     """
     params, config, wrap = quant.rotate_after_training(loaded.params, loaded.config.model)
     models = {f"{name}_rotated": quant.rounded_model(config, setting) for name, setting in settings.items()}
@@ -278,8 +274,7 @@ def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Tran
 def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.ndarray]:
     """Computes the change of the loss in nats on the first rows if a part writes nothing to the residual stream.
 
-    Returns:
-      `knocked_out_head` [L, N], `knocked_out_attention` [L] and `knocked_out_mlp` [L].
+    `knocked_out_head` is [L, N], `knocked_out_attention` and `knocked_out_mlp` are [L].
     """
     L, N = loaded.config.model.num_layers, loaded.config.model.num_heads
     few = inputs._replace(evaluation=inputs.evaluation[:rows])
@@ -287,8 +282,8 @@ def knock_out(loaded: LoadedModel, inputs: Inputs, rows: int) -> dict[str, np.nd
     whole = {"head": np.ones((L, N), np.float32), "attention": np.ones(L, np.float32), "mlp": np.ones(L, np.float32)}
 
     def loss(scales: Mapping[str, np.ndarray]) -> float:
-        given = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
-        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=given)
+        scaled = Interventions(**{f"{part}_scale": jnp.asarray(scale) for part, scale in scales.items()})
+        return validation_loss_nats(loaded.config, loaded.params, few, model=loaded.model, interventions=scaled)
 
     before, changes = loss(whole), {}
     for part, scale in whole.items():
@@ -306,13 +301,8 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     Windows of `length` tokens begin every `stride` tokens; the first predicts all of its tokens but one, each later one
     those that the previous one did not. Published perplexities of long texts are computed this way; the guide of
     transformers gives later windows the weight of one token less. If `stride` equals `length`, the pieces of the text
-    are independent, and their first tokens are not predicted.
-
-    Args:
-      loaded: A causal model.
-      tokens: int32 [tokens], at least 2.
-      length: Tokens of a window, at most the model's positions.
-      stride: 1 to `length`.
+    are independent, and their first tokens are not predicted. The model is causal, tokens are int32 [2 or more],
+    `length` is at most the model's positions.
     """
     if not 1 <= stride <= length or length < 2 or len(tokens) < 2:
         problem = f"a text of {len(tokens)} tokens, stride={stride} and length={length}"
@@ -331,8 +321,8 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     for first in range(0, len(starts), size):
         few = list(starts[first : first + size])
         few += [few[-1]] * (size - len(few))  # for one shape
-        found = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
-        for at, row in dict(zip(few, found, strict=True)).items():
+        nats = np.asarray(losses(loaded.params, np.stack([padded[at : at + length] for at in few])), np.float64)
+        for at, row in dict(zip(few, nats, strict=True)).items():
             seen = max(length - stride, 1) if at else 1  # the previous window predicted the rest
             counted = row[seen - 1 : len(tokens) - at - 1]
             total, count = total + counted.sum(), count + len(counted)
@@ -342,12 +332,9 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
 def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4) -> Metrics:
     """Measures the second half of rows [B, T + 1], read token by token with a quarter of the row in view.
 
-    Returns:
-      `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first `sinks`
-      tokens in place of the oldest, and `perplexity_whole` with all.
-
-    Raises:
-      UserError: For rows that are too short.
+    Returns `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first
+    `sinks` tokens in place of the oldest, and `perplexity_whole` with all. Raises UserError for rows that are too
+    short.
     """
     T = rows.shape[1] - 1
     window = T // 4
@@ -406,12 +393,8 @@ def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
 def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) -> Callable[[int, Any], Probed | None]:
     """Makes the measurement at the steps that `train.probe_every_steps` and `train.probe_steps` name.
 
-    The measurement reads rows spread evenly over the evaluation set; the folder is for the function `train.probe`.
-
-    Returns:
-      (step, parameters after it; 0 is the start) -> the statistics, which stay on the device so that it does not wait
-      for the host; None between probes.
-
+    It reads rows spread evenly over the evaluation set; the folder is for the function `train.probe`. It maps (step,
+    parameters after it; 0 is the start) to statistics, which stay on the device so that it does not wait for the host.
     """
     train, model = config.train, Transformer(config.model)
     n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
@@ -419,17 +402,17 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
-    more = (
-        imported("train.probe", train.probe, "config", "rows", "folder")(config, rows, folder) if train.probe else None
-    )
+    more = None
+    if train.probe:
+        more = imported("train.probe", train.probe, "config", "rows", "folder")(config, rows, folder)
 
     def probe(step: int, params: Any) -> Probed | None:
         if not train.probes_at(step):
             return None
         if more is not None:
             more(step, params)
-        found = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
-        return (found,) if output is None else found
+        statistics = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
+        return (statistics,) if output is None else statistics
 
     return probe
 

@@ -30,11 +30,8 @@ def make_mesh(config: Config) -> Mesh | None:
     data, fsdp, tensor = sizes = config.mesh_sizes(count)
     size = math.prod(sizes)
     if (processes := jax.process_count()) > 1 and size < count:
-        raise UserError(
-            f"mesh {data=}, {fsdp=}, {tensor=} uses {size} of the {count} devices of {processes} processes",
-            allowed="all of them, if there are several processes",
-            hint="--config.mesh.data=-1",
-        )
+        problem = f"mesh {data=}, {fsdp=}, {tensor=} uses {size} of the {count} devices of {processes} processes"
+        raise UserError(problem, allowed="all of them, if there are several processes", hint="--config.mesh.data=-1")
     if size == 1:
         return None
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])
@@ -66,9 +63,7 @@ def place_rows(mesh: Mesh | None, count: int, read: Callable[[int, int], np.ndar
     """Puts a batch of B = `count` rows on the devices; a process reads only the rows of its own devices.
 
     Nothing is communicated, so a background thread may call it. `read` is (start, stop) -> rows [stop - start, ...].
-
-    Returns:
-      [B, ...], split over `data` and `fsdp` if these divide B, else whole on every device.
+    Returns [B, ...], split over `data` and `fsdp` if these divide B, else whole on every device.
     """
     if mesh is None:
         return jax.device_put(read(0, count))

@@ -164,11 +164,9 @@ def _library(extra: str, package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"train.{extra}=true needs the package {package}: {error}",
-            allowed="false, or an installation with it",
-            hint=f"pip install 'orthojax[{extra}]'",
-        ) from None
+        problem = f"train.{extra}=true needs the package {package}: {error}"
+        allowed = "false, or an installation with it"
+        raise UserError(problem, allowed=allowed, hint=f"pip install 'orthojax[{extra}]'") from None
 
 
 def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
@@ -222,8 +220,7 @@ def _wandb(library: Any, workdir: Path, config: dict[str, Any]) -> Mirror:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns all lines of a metrics file except those that a kill or a bad disk corrupted; [] if there is no file.
 
-    Raises:
-      UserError: If something other than a file is in its place.
+    Raises UserError if something other than a file is in its place.
     """
     lines = read_json_lines(path, "metrics file") if os.path.lexists(path) else []
     return [line for line in lines if isinstance(line.get("step"), int)]

@@ -64,7 +64,7 @@ def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, Ar
 
     A row is T inputs and T targets, its first and its last T ids. In rows [B, T + 1] of a causal model they overlap,
     the targets are the next tokens, and those that a relaxed mask shows do not count. Other models have rows [B, 2 T]
-    of `orthojax.data.objectives`; targets below 0 do not count.
+    of `orthojax.data.batches`; targets below 0 do not count.
 
     >>> rows = np.array([[9, 5, 9, 6, -1, 4, 8, -1]])
     >>> inputs, targets, counted = split_tokens(rows, ModelConfig(attention_mask="full"))
@@ -83,26 +83,18 @@ def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, Ar
 def loss_sum_nats(
     model: Transformer,
     params: Any,
-    tokens: jax.Array,
-    chunk_positions: int | None = None,
+    tokens: jax.Array,  # int [B, T + 1], or [B, 2 T] if the model is not causal
+    chunk_positions: int | None = None,  # of every sequence, whose logits are materialised at a time
     interventions: Interventions | None = None,
-    logits_dtype: DTypeLike | None = None,
+    logits_dtype: DTypeLike | None = None,  # to which logits are rounded, except those of a quantised head
     penalty: float = 0.0,
     observe: Callable[[Taps], Any] | None = None,
 ) -> tuple[Any, ...]:
     """Computes the summed loss and the number of target tokens, of positions that count: see `split_tokens`.
 
-    Args:
-      model: The transformer.
-      params: Its parameters.
-      tokens: int [B, T + 1], or [B, 2 T] if the model is not causal.
-      chunk_positions: Positions of every sequence whose logits are materialised at a time; None takes as many as make
-        256 MB of logits on a CPU or 512 MB on another device. A quantised head needs all positions.
-      interventions: Changes to the forward pass.
-      logits_dtype: Dtype to which logits are rounded, except those of a quantised head; None leaves them float32.
-      penalty: Factor of the mean of `activation_penalty` over layers; their product times the number of target tokens
-        is then the third result, not part of the first; 0 for two results.
-      observe: Without a penalty, what is observed in each layer; its leaves [L, ...] are then the third result.
+    By default 256 MB of logits are materialised on a CPU and 512 MB on another device; a quantised head needs all
+    positions. The third result, if there is one, is with `penalty`, a factor of the mean of `activation_penalty` over
+    layers, their product times the number of target tokens, else what `observe` returns in each layer [L, ...].
     """
     inputs, targets, counted = split_tokens(tokens, model.config)
     B, T = inputs.shape
@@ -111,8 +103,8 @@ def loss_sum_nats(
     head = model.head_kernel(params)
     whole = head is None or (positions == T and logits_dtype is None)
     observe = (lambda taps: activation_penalty(taps.residual)) if penalty else observe
-    given: Any = {"interventions": interventions, "observe": observe, "head": whole}
-    output, seen = cast(Any, model.apply({"params": params}, inputs, **given))
+    options: Any = {"interventions": interventions, "observe": observe, "head": whole}
+    output, seen = cast(Any, model.apply({"params": params}, inputs, **options))
     if head is None or whole:
         total = jnp.sum(jnp.where(counted, cross_entropy_nats(output, targets), 0.0))
     else:
@@ -164,24 +156,14 @@ def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: 
 
 def make_pure_step(
     loss_sum: LossSum,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    optimizer: optax.GradientTransformation,  # a named chain with a part `learning_rate`
+    schedule: optax.Schedule,  # the learning rate, for the metrics
     *,
-    accumulation_steps: int = 1,
+    accumulation_steps: int = 1,  # parts of a batch that go through the model one after the other
     mesh: Mesh | None = None,
-    shardings: TrainState | None = None,
+    shardings: TrainState | None = None,  # of the state, on the mesh
 ) -> TrainStep:
-    """Makes the step (state, tokens int32 [B, T + 1]) -> (state, metrics), to be jitted.
-
-    Args:
-      loss_sum: (params, tokens) -> summed loss and number of targets; the loss that is minimised is their ratio. A
-        penalty as third result is added to the sum.
-      optimizer: A named chain with a part `learning_rate`.
-      schedule: The learning rate, for the metrics.
-      accumulation_steps: Parts of a batch that go through the model one after the other.
-      mesh: The mesh of the shardings of the state.
-      shardings: Shardings of the state, on a mesh.
-    """
+    """Makes the step (state, tokens int32 [B, T + 1]) -> (state, metrics), to be jitted, for the loss a target."""
 
     def like_params(grads):
         # Otherwise the compiler spreads the moments' layout over the backward pass, and moves activations.
@@ -225,11 +207,11 @@ def make_pure_step(
     return train_step
 
 
-def _jit(function: Callable[..., Any], mesh: Mesh | None, shardings: TrainState | None, *given: PartitionSpec) -> Any:
+def _jit(function: Callable[..., Any], mesh: Mesh | None, shardings: TrainState | None, *specs: PartitionSpec) -> Any:
     """Jits (state, *arrays) -> (state, metrics), whose state is donated; `given` are the specs of the arrays."""
     if mesh is None:
         return jax.jit(function, donate_argnums=0)
-    whole, arrays = NamedSharding(mesh, PartitionSpec()), (NamedSharding(mesh, spec) for spec in given)
+    whole, arrays = NamedSharding(mesh, PartitionSpec()), (NamedSharding(mesh, spec) for spec in specs)
     return jax.jit(function, donate_argnums=0, in_shardings=(shardings, *arrays), out_shardings=(shardings, whole))
 
 
@@ -250,15 +232,10 @@ def jit_train_step(
 def jit_train_steps(
     step: TrainStep, *, mesh: Mesh | None = None, shardings: TrainState | None = None, draw: Draw | None = None
 ) -> TrainSteps:
-    """Builds the jitted loop over a pure step; the state is donated.
+    """Builds the jitted loop over a step of `make_pure_step`; the state is donated.
 
-    The number of steps is an argument, so that one program serves all numbers of steps, with the same bits.
-
-    Args:
-      step: From `make_pure_step`.
-      mesh: The mesh of the shardings of the state.
-      shardings: Shardings of the state, on a mesh.
-      draw: (seed, number of the batch) -> tokens; without it tokens are given.
+    The number of steps is an argument, so that one program serves all numbers of steps, with the same bits. With
+    `draw`, (seed, number of the batch) -> tokens, no tokens are given.
     """
 
     def train_steps(state: TrainState, batches: jax.Array, count: jax.Array) -> tuple[TrainState, StepMetrics]:
@@ -304,9 +281,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
     """Builds a run's model, optimizer and jitted functions; runs that agree in what matters share them.
 
     Given a task, `steps` draws its batches from the task, by (seed, number of the batch); otherwise it takes tokens.
-
-    Raises:
-      UserError: As for `make_mesh`.
+    Raises UserError as for `make_mesh`.
     """
     train = config.train
     return _build(

@@ -6,14 +6,16 @@ that paper. Softmax-n with n = T, whose null starts with half of the weight or m
 others: `softmax1_sinks` says why it should do what softmax-1 does not.
 """
 
+import itertools
+from collections.abc import Iterator
+
 from orthojax import quant
 from orthojax.config import Config, replace
 from orthojax.experiments import claims as c
-from orthojax.experiments.active_dormant import measures
+from orthojax.experiments.active_dormant import measures, runs
 from orthojax.experiments.active_dormant.measures import BIGRAM, COPY, RISKS, SINK_MASS, TOP_DRAIN, TOP_PEAK
-from orthojax.experiments.active_dormant.runs import ORTHOADAM, SCALES, SEEDS, SGD, backcopy, short
 from orthojax.experiments.claims import Claim, Expr, Metric
-from orthojax.experiments.study import Study, grid
+from orthojax.experiments.study import Row, Study, grid
 from orthojax.formatting import share
 from orthojax.report.pictures import Bars, ByLayer, ByStep
 from orthojax.report.tables import Columns
@@ -32,7 +34,7 @@ def _in_later_layers(name: str) -> list[Expr]:
 BACKCOPY_RULES = Study(
     name="backcopy_rules",
     title="Tasks around Bigram-Backcopy: no BOS and two, a delimiter, in-context and backward bigrams, Markov",
-    runs=lambda scale: grid(backcopy(scale), {
+    runs=lambda scale: grid(runs.backcopy(scale), {
         "bos": {},
         "two_bos": {"data.bos_tokens": 2},
         # Without <s> the first token differs between sequences, and there is no single residual state to follow.
@@ -43,8 +45,8 @@ BACKCOPY_RULES = Study(
         "half": {"data.other_rule_probability": 0.5},
         "in_context": {"data.rule": "in_context_bigram", "model.num_layers": 3},
     }),
-    scales=SCALES,
-    seeds=SEEDS,
+    scales=runs.SCALES,
+    seeds=runs.SEEDS,
     measures=(measures.KEY_MASS,),
     note="One layer, three for the in-context bigram; excess risks are above the exact oracle of each task; with half "
     "the probability of a copy is 1/2. The most attended token is that with most weight above what equal weights would "
@@ -93,7 +95,7 @@ _SKIP = {"data.rule": "skip_bigram"}
 NEEDED_HEAD = Study(
     name="needed_head",
     title="No sink if every query needs the head, and one at triggers if only these do not",
-    runs=lambda scale: grid(short(), {
+    runs=lambda scale: grid(runs.short(), {
         "backcopy": {},
         "skip": _SKIP,
         "reverse": _SKIP | {"data.other_rule": "markov", "data.other_rule_probability": 1.0},
@@ -133,8 +135,8 @@ _ATTENTION = {
 _OPTIMIZERS = {
     "adam": {"optim.weight_decay": 0.0},
     "adamw": {"optim.weight_decay": 0.01},
-    "sgd": SGD | {"optim.learning_rate": 0.1, "optim.weight_decay": 0.0},
-    "orthoadam": ORTHOADAM | {"optim.weight_decay": 0.0},
+    "sgd": runs.SGD | {"optim.learning_rate": 0.1, "optim.weight_decay": 0.0},
+    "orthoadam": runs.ORTHOADAM | {"optim.weight_decay": 0.0},
 }
 
 BREAK_CONDITIONS_MAP = Study(
@@ -142,7 +144,7 @@ BREAK_CONDITIONS_MAP = Study(
     title="Bigram-Backcopy: sinks, drains and peaks by depth, optimizer and attention; one seed, 1,000 steps",
     runs=lambda scale: grid(
         # Scanned, so that six layers compile as fast as one.
-        replace(backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
+        replace(runs.backcopy(), {"model.scan_layers": True, "train.steps": 1000, "train.probe_steps": (),
                              "train.probe": ""}),
         _ATTENTION, _OPTIMIZERS, {str(depth): {"model.num_layers": depth} for depth in range(1, 7)}),
     seeds=(1,),
@@ -154,30 +156,27 @@ BREAK_CONDITIONS_MAP = Study(
 )  # fmt: skip
 
 
-_METHODS = ("softmax1", "orthoadam", "cured", "softmaxn", "curedn")
-_V = "vanilla_*"
-_SETTINGS = tuple(quant.SETTINGS)
+_METHODS, _V = ("softmax1", "orthoadam", "cured", "softmaxn", "curedn"), "vanilla_*"
 _WORST = Metric("worst quantised perplexity over float32's",
-                lambda of: max(of[f"perplexity_{name}"] for name in _SETTINGS) / of["perplexity"])  # fmt: skip
+                lambda of: max(of[f"perplexity_{name}"] for name in quant.SETTINGS) / of["perplexity"])  # fmt: skip
 _ADDED = "when one seed was there"
 
 
 def _runs(scale: str) -> dict[str, Config]:
-    base = backcopy(scale)
+    base = runs.backcopy(scale)
     softmax1 = {"model.normalizer": "softmax1"}
     softmax_n = {"model.normalizer": "softmax_n", "model.normalizer_n": float(base.data.sequence_length)}
     return grid(
         base,
         {"": {}},
-        {"vanilla": {}, "softmax1": softmax1, "orthoadam": ORTHOADAM, "cured": softmax1 | ORTHOADAM,
-         "softmaxn": softmax_n, "curedn": softmax_n | ORTHOADAM},
+        {"vanilla": {}, "softmax1": softmax1, "orthoadam": runs.ORTHOADAM, "cured": softmax1 | runs.ORTHOADAM,
+         "softmaxn": softmax_n, "curedn": softmax_n | runs.ORTHOADAM},
         {str(depth): {"model.num_layers": depth} for depth in (1, 2, 3)},
         {"layernorm": {}, "rmsnorm_single": {"model.norm": "rmsnorm_single"}},
     )  # fmt: skip
 
 
 def _removes(method: str) -> list[Claim]:
-    """Returns the claims that a method removes what vanilla has in every seed: the sink, the drain and the peak."""
     of = f"{method}_*"
     removed = {
         "sink": (SINK_MASS[of] < 0.2, SINK_MASS[_V] >= 0.2),
@@ -192,15 +191,15 @@ BACKCOPY_CURE = Study(
     name="backcopy_cure",
     title="Bigram-Backcopy under the cure: softmax-1 and OrthoAdam against sinks, drains and peaks, by depth and norm",
     runs=_runs,
-    scales=SCALES,
-    seeds=SEEDS,
+    scales=runs.SCALES,
+    seeds=runs.SEEDS,
     measures=(measures.OUTLIER_MEASURES,),
     note="cured is softmax-1 with OrthoAdam, whose Haar bases differ by seed; softmaxn and curedn have softmax-n, n "
     "the length of a sequence. Names give method, layers and norm.",
     columns=[SINK_MASS, "null_mass", TOP_DRAIN, TOP_PEAK, *RISKS, "perplexity"],
     tables=[
         Columns("The measures of From Attention to Activation", c.OUTCOME),
-        Columns("Perplexity lost to quantisation", [c.lost(name) for name in _SETTINGS]),
+        Columns("Perplexity lost to quantisation", [c.lost(name) for name in quant.SETTINGS]),
     ],
     claims=[
         *(claim for method in _METHODS for claim in _removes(method)),
@@ -223,3 +222,131 @@ BACKCOPY_CURE = Study(
         ByStep("residual_peak_ratio/layer_0", "*_3_layernorm", "log", "log", name="peak"),
     ],
 )  # fmt: skip
+
+
+# Causes of the sink: the drain of its value, and why softmax-1 keeps it. Softmax-n adds a key of logit ln n, value 0,
+# the null. A head that has nothing to do could attend to the null as it attends to <s>. Both start with little weight:
+# with T keys of equal logits <s> has 1 / (T + n) and the null n / (T + n). But the logit of <s> grows by itself, along
+# its own key, while the null's is fixed: its weight grows if all other logits fall, for which the model has no
+# direction at the start, unless keys have a bias.
+_COPY = Metric("backcopy_risk_nats")
+_SINK, _RATIO, _GAP = Metric("sink_attention_rest"), Metric("value_ratio"), Metric("sink_logit_gap")
+_EARLY = Metric(f"attention to <s>, mean over {runs.EARLY} steps", lambda of: of["early_sink"], share)
+_EFFECT = Metric("value_effect_nats")
+_NULL, _AT_START, _HIDDEN_NULL = c.shares("null_mass_rest", "null_at_start", "hidden: null_mass_rest")
+_ABOVE = Metric(
+    "weight on one token above equal weights", lambda of: of["largest_token"] - of["largest_token_equal"], share
+)
+_LEARNED = ((_COPY["*"] < 0.05) & (BIGRAM["*"] < 0.1)).in_every_seed()
+_SETUP = (
+    f"One layer of width 64, {runs.SHOWN[-1]:,} steps of 32 x 64 tokens, Adam with rate 3e-3, b2 0.99, decay 1e-4, in "
+    "float32; measured on 256 held-out sequences."
+)
+_FREE, _HELD, _MASKED = "free_visible", "others_visible", "free_masked"
+
+
+def _reinforced(seed: int) -> Iterator[Row]:
+    settings = {
+        _FREE: runs.Setting(),
+        _MASKED: runs.Setting(hidden=True),
+        _HELD: runs.Setting(value="others"),
+        "others_masked": runs.Setting(value="others", hidden=True),
+        "initial_visible": runs.Setting(value="initial"),
+        "drained_visible": runs.Setting(value="drained"),
+    }
+    return (runs.row(name, setting, seed) for name, setting in settings.items())
+
+
+SINK_REINFORCEMENT = Study(
+    name="sink_reinforcement",
+    title="Does the sink make the drain, or the drain the sink? Value held, or key hidden",
+    rows=_reinforced,
+    seeds=(0, 1, 2, 3, 4),
+    note=f"{_SETUP} The norm of the value of <s> is free, or held at that of the others, at its initial one or "
+    "drained, at a tenth of that; <s> is visible to non-triggers or hidden (masked) from them by a bias of their "
+    "logits. Criteria were written after a look at one pilot of the plain model alone.",
+    columns=[_SINK, _EARLY, _GAP, "value_norm_first", _RATIO, _EFFECT, _COPY, BIGRAM, _TRIGGERS],
+    claims=[
+        Claim("Free and visible: the sink forms, and the value of <s> is drained.",
+              ((_SINK[_FREE] > 0.7) & (_RATIO[_FREE] < 0.5)).in_every_seed()),
+        Claim("Both halves of the task are learned in every setting.", _LEARNED),
+        Claim("The paper's break condition: a value that cannot shrink makes no sink.",
+              _SINK[_HELD] <= 0.5 * _SINK[_FREE]),
+        Claim("A value that cannot shrink makes no growing logits.", _GAP[_HELD] <= 0.5 * _GAP[_FREE]),
+        Claim("The other reading: it makes one all the same, since not the norm counts but the effect of the value, "
+              "and a vector that all non-triggers read alike can be made to do nothing.",
+              ((_SINK[_HELD] > 0.5) & (_EFFECT[_HELD] < 0.1)).in_every_seed()),
+        Claim("Without attention there is no drain: if non-triggers do not see <s>, its value is not drained.",
+              (_RATIO[_MASKED] > 0.5).in_every_seed() & (_RATIO[_MASKED] >= 2 * _RATIO[_FREE])),
+        Claim("A value that is drained from the start makes the sink form earlier.",
+              _EARLY["drained_visible"] >= 1.1 * _EARLY[_FREE]),
+        Claim("With a value that keeps its initial norm the sink forms all the same.",
+              (_SINK["initial_visible"] > 0.7).in_every_seed()),
+        Claim("If <s> is hidden, another token becomes the sink.", (_ABOVE[_MASKED] > 0.3).in_every_seed()),
+        Claim("The value of that token is drained.", (_TOKEN_VALUE[_MASKED] < 0.5).in_every_seed(),
+              (_ABOVE[_MASKED] > 0.3).in_every_seed()),
+        Claim("If <s> is hidden, the triggers become the sink, together, its value held or not.",
+              c.all_of((_TRIGGERS[of] > 0.7).in_every_seed() for of in (_MASKED, "others_masked")),
+              added="the weight on triggers had been recorded, but not predicted"),
+    ],
+    pictures=[ByStep("sink_attention_rest"), ByStep("value_ratio")],
+)  # fmt: skip
+
+_HIDDEN_BIGRAM = Metric("hidden: bigram_excess_risk_nats")
+_DOSES = ("softmax1", "n8", "n64", "n512")
+
+
+def _nulls(seed: int) -> Iterator[Row]:
+    softmax1 = {"model.normalizer": "softmax1"}
+    changes = {
+        "softmax": {},
+        "softmax1": softmax1,
+        **{f"n{n}": {"model.normalizer": "softmax_n", "model.normalizer_n": float(n)} for n in (8, 64, 512)},
+        "learned": {"model.normalizer": "learned_sink"},
+        "biases": softmax1 | {"model.use_bias": True},
+        "hidden": softmax1,
+        "no_bos": softmax1 | {"data.bos_tokens": 0},
+    }
+    for name, of in changes.items():
+        yield runs.row(name, runs.Setting(runs.short(**of), hidden=name == "hidden", both_views=True), seed)
+
+
+def _triggers_instead(variant: str, says: str) -> Claim:
+    return Claim(says, ((_TRIGGERS[variant] > 0.5) & (_NULL[variant] < 0.3)).in_every_seed())
+
+
+SOFTMAX1_SINKS = Study(
+    name="softmax1_sinks",
+    title="Why softmax-1 keeps the sink of Bigram-Backcopy",
+    rows=_nulls,
+    seeds=(1, 2, 3, 4, 5),
+    note=f"{_SETUP} Softmax-n gives every query one more key, the null, of logit ln n and value 0; n is 0 (softmax) "
+    "to 512, or learned from 1; softmax-1 also has biases, no <s> (whose metrics are then those of the first token), "
+    "or <s> hidden from non-triggers in training. `hidden: NAME` is of the trained model with <s> hidden. Criteria "
+    "were written when it was known that softmax-1 keeps the sink, and before any of these runs.",
+    columns=[_SINK, _AT_START, _NULL, _RATIO, _COPY, BIGRAM, _TRIGGERS, _HIDDEN_NULL, _HIDDEN_BIGRAM],
+    claims=[
+        Claim("Softmax-1 keeps the sink and the drain.",
+              ((_SINK["softmax1"] > 0.5) & (_RATIO["softmax1"] < 0.5)).in_every_seed(),
+              added="known from one seed of backcopy_cure"),
+        Claim("The null of softmax-1 is not used: it has no more at the end than at the start, by a fifth.",
+              _NULL["softmax1"] <= 1.2 * _AT_START["softmax1"]),
+        Claim("The null is not kept in reserve: with <s> hidden after training non-triggers attend to other keys.",
+              (_HIDDEN_NULL["softmax1"] < 0.5).in_every_seed()),
+        Claim("Hiding <s> then costs softmax-1 on the bigram.",
+              _HIDDEN_BIGRAM["softmax1"] >= BIGRAM["softmax1"] + 0.05),
+        Claim("It is a race that a head start turns: the larger n, the weaker the sink.",
+              c.all_of(_SINK[a] > _SINK[b] for a, b in itertools.pairwise(_DOSES))),
+        Claim("With n = 512 there is no sink.", ((_SINK["n512"] < 0.2) & (_NULL["n512"] > 0.5)).in_every_seed()),
+        Claim("With n = 512 there is no value drain.", (_RATIO["n512"] > 0.5).in_every_seed()),
+        Claim("Every n learns the task.", _LEARNED, cases=_DOSES),
+        Claim("Biases, which give the null a direction of its own, are too slow to change that.",
+              (_SINK["biases"] > 0.5).in_every_seed()),
+        Claim("A learned n is too slow as well.", (_SINK["learned"] > 0.5).in_every_seed()),
+        _triggers_instead("hidden", "Hidden in training, <s> is replaced by triggers, not by the null."),
+        _triggers_instead("no_bos", "Without <s> triggers are the sink, not the null."),
+    ],
+    pictures=[ByStep("sink_attention_rest"), ByStep([_NULL])],
+)  # fmt: skip
+
+STUDIES = (BACKCOPY_RULES, NEEDED_HEAD, BREAK_CONDITIONS_MAP, BACKCOPY_CURE, SOFTMAX1_SINKS, SINK_REINFORCEMENT)

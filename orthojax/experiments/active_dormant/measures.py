@@ -1,7 +1,6 @@
 """Metrics and measures of runs on Bigram-Backcopy: recorded steps, interventions, keys, outliers, sinks."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ _BY_LAYER = ("sink_attention_rest", "sink_logit_gap", "value_norm_first", "resid
 def half_step(steps: ArrayLike, values: ArrayLike) -> float:
     """Returns the first step at which a curve has completed half of its last large change.
 
-    That change leads to the end from the point farthest from the end: the start, or the top of a rise.
+    Measured from the value farthest from the final one.
 
     >>> half_step([0, 10, 20, 30], [4.0, 3.0, 1.0, 0.0])
     20.0
@@ -82,12 +81,11 @@ HISTORY = Measure("history", _history)
 
 
 def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> dict[str, float]:
-    """Computes what the paper says about the gradient of <s>'s residual stream, by layer.
+    """Computes what the paper says about the gradient of <s>'s residual stream, by layer, from probes in their order.
 
-    The gradient is taken of the loss at other positions. `gradient_final_cosine`: its mean cosine with the last probe's
-    gradient. `gradient_decay`: the slope of the logarithm of its norm against the logarithm of the residual norm; -1 is
-    1 / norm. `gradient_weak_share`, `gradient_key_cosine`: means of `first_token_mechanism`'s. The probes are in the
-    order of their steps; only steps from `since` on count.
+    Of the steps from `since` on: `gradient_final_cosine`, the mean cosine with the last probe's gradient;
+    `gradient_decay`, the slope of the log of its norm against the log of the residual norm, -1 for 1 / norm;
+    `gradient_weak_share` and `gradient_key_cosine`, means of those of `first_token_mechanism`.
     """
     late = [arrays for arrays in probes if arrays["step"] >= since]
     by_probe = {name: np.stack([of[name] for of in late]).astype(float) for name in late[0] if name[:6] == "first_"}
@@ -109,11 +107,8 @@ def mechanism(probes: Sequence[dict[str, np.ndarray]], *, since: int = 200) -> d
 
 
 def _mechanism(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
-    folder, probes = loaded.source.parents[1] / "probes", []
-    for step in sorted(loaded.config.train.probe_steps):
-        with np.load(probe_file(folder, step)) as arrays:
-            probes.append({name: arrays[name] for name in arrays})
-    return mechanism(probes)
+    folder = loaded.source.parents[1] / "probes"
+    return mechanism([dict(np.load(probe_file(folder, step))) for step in sorted(loaded.config.train.probe_steps)])
 
 
 MECHANISM = Measure("mechanism", _mechanism)  # for runs with `mechanism_probe`
@@ -154,8 +149,7 @@ INTERVENTIONS = Measure("interventions", _intervene)
 def _without_triggers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Measures weights on <s> in sequences without triggers, and which tokens the head treats as triggers.
 
-    In the published probe a token c follows <s> and non-triggers; c is called a trigger if the last query's weight on
-    <s> is below 0.89.
+    As published: those after which, behind <s> and non-triggers, the last query's weight on <s> is below 0.89.
     """
     assert inputs.task is not None
     task, T = inputs.task, loaded.config.data.sequence_length
@@ -184,14 +178,13 @@ WITHOUT_TRIGGERS = Measure("without_triggers", _without_triggers)
 def key_mass(
     weights: jax.Array, value_norms: jax.Array, tokens: jax.Array, task: BigramBackcopy
 ) -> dict[str, jax.Array]:
-    """Computes where one layer attends, mean over heads and late queries (the second half of a sequence).
+    """Computes where one layer attends, mean over heads and late queries (the second half of a sequence), scalars.
 
-    From weights [B, N, T, T], value norms ||W_o v|| [B, N, T] and int [B, T] tokens it returns scalars. For non-trigger
-    queries: `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on the token with the largest
-    excess over its `largest_token_equal`, which equal weights would give it by its occurrences; `token_value_ratio`,
-    the value norm of that token's keys over the norm of all keys; with a delimiter, `delimiter_key`. For trigger
-    queries: `active_first_key` and `active_trigger_keys`. With a delimiter, for queries whose token is a trigger
-    elsewhere: `delimiter_key_triggers`.
+    From weights [B, N, T, T], value norms ||W_o v|| [B, N, T] and int [B, T] tokens. For non-trigger queries:
+    `first_key`; `trigger_keys`, the mass on triggers; `largest_token`, the mass on the token with the largest excess
+    over `largest_token_equal`, what equal weights would give it; `token_value_ratio`, the value norm of that token's
+    keys over that of all keys; with a delimiter, `delimiter_key`. For trigger queries: `active_first_key` and
+    `active_trigger_keys`. With a delimiter, for queries whose token is a trigger elsewhere: `delimiter_key_triggers`.
     """
     T, V, is_trigger, delimiter = tokens.shape[1], task.vocab_size, task.is_trigger(tokens), task.delimiter_id
     trigger = jnp.isin(jnp.arange(V), jnp.asarray(task.triggers))  # by id
@@ -209,11 +202,11 @@ def key_mass(
     equal = mean(seen, ~is_trigger)
     most = jnp.argmax(token - equal)
     norms = jnp.mean(value_norms, axis=1)
-    of_delimiter = {}
+    masses = {}
     if delimiter is not None:
         at_triggers = mean(by_token[..., delimiter, None], trigger[tokens])[0]
-        of_delimiter = {"delimiter_key": token[delimiter], "delimiter_key_triggers": at_triggers}
-    return of_delimiter | {
+        masses = {"delimiter_key": token[delimiter], "delimiter_key_triggers": at_triggers}
+    return masses | {
         "first_key": mean(mean_weights[..., :1], ~is_trigger)[0],
         "largest_token": token[most],
         "largest_token_equal": equal[most],
@@ -224,29 +217,21 @@ def key_mass(
     }
 
 
-@functools.lru_cache(maxsize=8)
-def _observing(task: BigramBackcopy) -> Callable[..., dict[str, jax.Array]]:
+def _measure_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
+    assert inputs.task is not None
+    task, tokens = inputs.task, inputs.evaluation[:, :-1]
+
     def observe(taps: Taps, tokens: jax.Array) -> dict[str, jax.Array]:
         return key_mass(taps.attention_weights, taps.value_norms, tokens, task)
 
-    return observe
-
-
-def _measure_keys(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
-    assert inputs.task is not None
-    tokens = inputs.evaluation[:, :-1]
-    seen = analysis.measure(loaded, [(tokens, tokens)], _observing(inputs.task))
-    metrics: dict[str, float] = {}
-    for name, layers in seen.items():
-        metrics |= by_layer(name, np.asarray(layers))
-    return metrics
+    seen = analysis.measure(loaded, [(tokens, tokens)], observe)
+    return {key: x for name, layers in seen.items() for key, x in by_layer(name, np.asarray(layers)).items()}
 
 
 KEY_MASS = Measure("keys", _measure_keys)
 
 
 def _outliers(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
-    """Computes the measures of From Attention to Activation, and perplexity at every quantisation setting."""
     tokens = split_tokens(inputs.evaluation, loaded.config.model)[0]
     batches = [jnp.asarray(tokens[i : i + 64]) for i in range(0, len(tokens), 64)]
     found = analysis.finalize(analysis.measure(loaded, batches, analysis.observe_language_model))

@@ -33,10 +33,8 @@ _ROWS = 16  # rows of a probe whose gradients are taken
 
 def _first_states(model: Transformer, params: Any, token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the residual stream after each block [L, D] and the keys in it [L, K, H], of position 0."""
-    tokens = jnp.reshape(token, (1, 1))
-    observed = model.apply(
-        {"params": params}, tokens, observe=lambda taps: (taps.residual[0, 0], taps.keys[0, 0]), head=False
-    )[1]
+    observe = lambda taps: (taps.residual[0, 0], taps.keys[0, 0])  # noqa: E731
+    observed = model.apply({"params": params}, jnp.reshape(token, (1, 1)), observe=observe, head=False)[1]
     return jax.tree.map(lambda x: x.astype(jnp.float32), observed)
 
 
@@ -108,11 +106,10 @@ def key_directions(model: Transformer, params: Any, token: jax.Array) -> jax.Arr
 def first_token_mechanism(model: Transformer, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
     """Measures the paper's statements about the gradient of the first token's residual stream, with its vectors.
 
-    For int [B, T + 1] tokens, all with the same first token, after each block: `first_gradient_weak_share` [L], the
-    share of the gradient's squared norm in `weak_directions`; `first_gradient_key_cosine` [L], the cosine between its
-    negative, the direction in which the state is pushed, and `key_directions`; the vectors `first_residual` and
-    `first_gradient`, [L, D]. After the last block, to which nothing attends, the gradient is 0, and ratios to its norm
-    are nan.
+    For int [B, T + 1] tokens with the same first token, after each block: `first_gradient_weak_share` [L], the share of
+    the gradient's squared norm in `weak_directions`; `first_gradient_key_cosine` [L], the cosine of its negative with
+    `key_directions`; `first_residual` and `first_gradient`, [L, D]. After the last block, to which nothing attends, the
+    gradient is 0, and ratios to its norm are nan.
     """
     gradient, along = first_residual_gradients(model, params, tokens), key_directions(model, params, tokens[0, 0])
     norm = jnp.linalg.norm(gradient, axis=-1)
@@ -133,10 +130,8 @@ def probe_file(folder: Path, step: int) -> Path:
 def mechanism_probe(config: Config, rows: np.ndarray, folder: Path) -> Callable[[int, Any], None]:
     """Returns the function of a run that writes the arrays of a probe, given a step and the parameters after it.
 
-    A file has `step` and the arrays of `first_token_mechanism`; rows are int32 [probe_sequences, T + 1].
-
-    Raises:
-      UserError: If sequences start with different tokens, or the run has a mesh.
+    A file has `step` and the arrays of `first_token_mechanism`; rows are int32 [probe_sequences, T + 1]. Raises
+    UserError if sequences start with different tokens, or the run has a mesh.
     """
     if len(set(rows[:, 0])) > 1 or config.mesh != MeshConfig():
         problem = "train.probe follows the first token of all sequences, on one device"

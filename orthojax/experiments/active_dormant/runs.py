@@ -40,9 +40,8 @@ ORTHOADAM = {"optim.optimizer": "orthoadam", "optim.rotation.kind": "haar"}
 def backcopy(scale: str = "tiny") -> Config:
     """Returns the one-layer run with softmax and Adam at a scale.
 
-    The rate of scale tiny, 3e-3, was chosen on pilots with three layers and seeds 0, 100 and 101: at 1e-3 the peak
-    takes more than 5,000 steps; at 2e-3 and more without a warm-up one of these seeds has its sink in the first layer,
-    and nothing below it can grow a peak.
+    Scale tiny's rate was chosen on pilots with three layers and seeds 0, 100 and 101: at 1e-3 the peak takes more than
+    5,000 steps; at 2e-3 and more without warm-up one seed has its sink in the first layer, with no peak below.
     """
     published = scale == "small"
     steps, width = (10_000, 256) if published else (3000, 64)
@@ -101,21 +100,14 @@ Intervene = Callable[[Any, jax.Array], Interventions]  # (parameters, inputs [B,
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A run with interventions.
-
-    Attributes:
-      config: Config of the run.
-      value: The norm at which the value of <s> is held: `others`, the mean norm of the other values of the batch at
-        this step, taken as a constant; `initial`, its own norm before the first step; `drained`, a tenth of `initial`;
-        "" does not hold it.
-      hidden: Whether queries of non-triggers after <s> may not attend to <s>.
-      both_views: Whether the trained model is measured with <s> hidden as well, as `hidden: NAME`.
-    """
+    """A run with interventions."""
 
     config: Config = dataclasses.field(default_factory=short)
+    # The norm at which the value of <s> is held: `others`, the mean norm of the other values of the batch at this step,
+    # taken as a constant; `initial`, its own before the first step; `drained`, a tenth of that; "" does not hold it.
     value: str = ""
-    hidden: bool = False
-    both_views: bool = False
+    hidden: bool = False  # whether queries of non-triggers after <s> may not attend to <s>
+    both_views: bool = False  # whether the trained model is measured with <s> hidden as well, as `hidden: NAME`
 
 
 def interventions(
@@ -193,11 +185,10 @@ def _train_step(config: Config, model: Transformer, intervene: Intervene, steps:
 
 
 def row(name: str, setting: Setting, seed: int, shown: Sequence[int] = SHOWN) -> Row:
-    """Trains a setting and returns the numbers at the end, and curves by step, all from `look`.
+    """Trains a setting in float32 up to the last of the steps `shown`; returns the numbers at its end, and curves.
 
-    In float32 even if float64 is enabled. Parameters, optimizer and batches are as for the same config elsewhere.
-    `early_sink` is the mean attention to <s> over the first 300 steps, `null_at_start` the null mass at the start.
-    The run ends with the last of the ascending steps `shown`; the steps of the config are not read.
+    All are from `look`; parameters, optimizer and batches are as for the same config elsewhere. `early_sink` is the
+    mean attention to <s> over the first 300 steps, `null_at_start` the null mass at the start.
     """
     config, found = replace(setting.config, {"train.seed": seed, "data.seed": seed}), {}
     with jax.enable_x64(False):

@@ -42,9 +42,8 @@ Applied = tuple[jax.Array, jax.Array, Sequence[jax.Array]]
 def init(key: jax.Array, vocab_size: int) -> Params:
     """Draws parameters of the one-layer model: logits and values N(0, 1), matrices uniform by fan-in, as published.
 
-    Returns:
-      `sink_logit`, `previous_logit`, `value` and `bos_value` [V], `bos_output` [V, V], `mlp_in` [V, H] and `mlp_out`
-      [H, V]. The value of <s> is `bos_value @ bos_output`.
+    Returns `sink_logit`, `previous_logit`, `value` and `bos_value` [V], `bos_output` [V, V], `mlp_in` [V, H] and
+    `mlp_out` [H, V]. The value of <s> is `bos_value @ bos_output`.
     """
     keys = iter(jax.random.split(key, 7))
     names = ("sink_logit", "previous_logit", "value", "bos_value")
@@ -96,9 +95,8 @@ def apply(params: Params, tokens: jax.Array, trigger: jax.Array) -> Applied:
 def init_three_layers(key: jax.Array, vocab_size: int) -> Params:
     """Draws parameters of the three-layer model.
 
-    Returns:
-      `below` and `above`: `value` and `output` [V, V], `mlp_in` [V, H], `mlp_out` [H, V]; `copy`: those of `init`;
-      `readout` [V, V]; `direction` [V], N(0, 1) / V, which is not trained.
+    Returns `below` and `above`: `value` and `output` [V, V], `mlp_in` [V, H], `mlp_out` [H, V]; `copy`: those of
+    `init`; `readout` [V, V]; `direction` [V], N(0, 1) / V, which is not trained.
     """
     below, above, copy, readout, direction = jax.random.split(key, 5)
     square = vocab_size, vocab_size

@@ -26,19 +26,12 @@ from orthojax.report.tables import Columns
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chain:
-    """The constants of L, which gradient flow does not change.
+    """The constants of L, which gradient flow does not change."""
 
-    Attributes:
-      weights: pi, float64 [K], with sum 1.
-      rows: p, float64 [K, V].
-      others: W.
-      contexts: xi of each context, float64 [C, V].
-    """
-
-    weights: np.ndarray
-    rows: np.ndarray
-    others: float
-    contexts: np.ndarray
+    weights: np.ndarray  # pi, float64 [K], with sum 1
+    rows: np.ndarray  # p, float64 [K, V]
+    others: float  # W
+    contexts: np.ndarray  # xi of each context, float64 [C, V]
 
     @classmethod
     def of_task(cls, task: BigramBackcopy, values: np.ndarray, counts: np.ndarray) -> "Chain":
@@ -195,7 +188,6 @@ def _times(last: int) -> np.ndarray:
 
 
 def _held_value(chain: Chain, rng: np.random.Generator) -> Row:
-    """Lets the logits move, with the value of <s> held at 0."""
     start, times = rng.standard_normal(len(chain.weights)), _times(_LAST)
     alpha, _ = flow(chain, start, np.zeros(chain.rows.shape[1]), times, hold="beta")
     rates = chain.weights * chain.curvatures()
@@ -214,7 +206,6 @@ def _held_value(chain: Chain, rng: np.random.Generator) -> Row:
 
 
 def _held_logits(chain: Chain, alpha: float, rng: np.random.Generator) -> Row:
-    """Lets the value of <s> move, with all logits held."""
     start = rng.standard_normal(chain.rows.shape[1])
     rate = bos_rates(chain, alpha)[1]
     times = np.array(_DECAYS) / rate
@@ -231,7 +222,6 @@ def _held_logits(chain: Chain, alpha: float, rng: np.random.Generator) -> Row:
 
 
 def _joint(chain: Chain, name: str, rng: np.random.Generator) -> Row:
-    """Lets both move."""
     start = rng.standard_normal(len(chain.weights)), rng.standard_normal(chain.rows.shape[1])
     times = _times(_LAST_JOINT)
     alpha, beta = flow(chain, *start, times)

@@ -9,7 +9,7 @@ import numpy as np
 from orthojax.config import OptimConfig, changed_fields
 from orthojax.experiments.claims import GAUSSIAN, Claim, Expr, Metric, all_of, check, function, largest
 from orthojax.experiments.from_attention import rotations
-from orthojax.experiments.from_attention.paper_tables import TABLE_2, TABLE_8
+from orthojax.experiments.from_attention.models import TABLE_2, TABLE_8
 from orthojax.experiments.study import Row, Study
 from orthojax.ops.statistics import kurtosis, norm_ratio
 from orthojax.report.pictures import ByStep

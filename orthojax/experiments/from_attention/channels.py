@@ -106,18 +106,14 @@ def _group(config: Config, part: str) -> int | None:
 def output_bases(config: Config, part: str) -> np.ndarray:
     """Returns the matrices Q by which the optimizer rotates the output channels of one of `PARTS`: [layers, D, D].
 
-    A gradient row g [D] becomes Q g, so that in the optimizer's basis a kernel W [I, D] is W Q^T, and activations
-    X [T, D] that it writes are X Q^T.
-
-    Raises:
-      UserError: If the optimizer does not rotate these channels.
+    A gradient row g [D] becomes Q g, so that in the optimizer's basis a kernel W [I, D] is W Q^T, and activations X [T,
+    D] that it writes are X Q^T. Raises UserError if the optimizer does not rotate these channels.
     """
     group = _group(config, part)
     if group is None:
-        raise UserError(
-            f"optimizer {config.optim.optimizer!r} has no d_model x d_model basis for {PARTS[part]}",
-            allowed="orthoadam with rotation.axes output, both, d_model or writers, and a kind that rotates",
-        )
+        allowed = "orthoadam with rotation.axes output, both, d_model or writers, and a kind that rotates"
+        problem = f"optimizer {config.optim.optimizer!r} has no d_model x d_model basis for {PARTS[part]}"
+        raise UserError(problem, allowed=allowed)
     return np.stack([_basis(config, part, group, layer) for layer in range(config.model.num_layers)])
 
 
@@ -212,11 +208,8 @@ def mean_overlap(members: ArrayLike, axis: int) -> jax.Array:
     r"""Returns the mean of :math:`|A_i \cap A_j| / k` over all pairs of different sets, each of k channels.
 
     With :math:`c_d` the number of the n sets that hold channel d it is :math:`(\sum_d c_d^2 - n k) / (n (n - 1) k)`.
-    Independent random sets of k among D channels overlap by k / D on average.
-
-    Args:
-      members: Membership of channels in each set, bool [..., D], all with the same number.
-      axis: The axis of the sets, of at least two; it and the last are missing in the result.
+    Independent random sets of k among D channels overlap by k / D on average. `members` are bool [..., D], and `axis`,
+    that of at least two sets, is missing in the result as is the last.
     """
     members = jnp.asarray(members)
     n = members.shape[axis]

@@ -9,9 +9,8 @@ import numpy as np
 from orthojax.config import replace
 from orthojax.experiments import claims as c
 from orthojax.experiments.claims import ByLayer, Claim, Expr, Metric
-from orthojax.experiments.from_attention import channels, measures, rotations
+from orthojax.experiments.from_attention import channels, measures, models, rotations
 from orthojax.experiments.from_attention.models import ABOUT, MODELS, SCALES, C, O, S, V, base_run, retested, variants
-from orthojax.experiments.from_attention.paper_tables import TABLE_2
 from orthojax.experiments.study import Row, Study
 from orthojax.ops.statistics import norm_ratio
 from orthojax.report import pictures
@@ -60,14 +59,8 @@ _EQUAL = Metric(  # the mean of 1 / (t + 1) over queries t that see all of the f
     lambda of: float(np.mean(1 / np.arange(measures.KEYS + 1, of["data.sequence_length"] + 1))),
 )
 _WINNER = Metric("winning key", lambda of: float(round(of["winner"])))
-_WINNER_MASS, _OTHERS_MASS, *_OF_WINNER = c.shares(
-    "winner_mass",
-    "others_mass",
-    "winner_fraction",
-    "winner_of_heads",
-    "winner_of_sequences",
-    "largest_mass_of_sequence",
-)
+_WINNER_MASS, _OTHERS_MASS, *_OF_WINNER = c.shares("winner_mass", "others_mass", "winner_fraction", "winner_of_heads",
+                                                   "winner_of_sequences", "largest_mass_of_sequence")  # fmt: skip
 
 
 def _one_key_dominates(variant: str) -> Expr:
@@ -173,8 +166,7 @@ def _all_explained(vanilla: Result) -> bool:
 
 
 def _outlier_weights(method: str, of: Sequence[Result]) -> float:
-    counts = [r.layers("mlp_output_outlier_channels").sum() for r in of if r.name.endswith(f"_{method}")]
-    return float(sum(counts))
+    return sum(float(r.layers("mlp_output_outlier_channels").sum()) for r in of if r.name.endswith(f"_{method}"))
 
 
 def _few_outlier_weights_left(*of: Result) -> bool:
@@ -473,7 +465,7 @@ FIGURE41 = Study(
     scales=SCALES,
     also=("figure42", "figure43", "figure44"),
     measures=(measures.STABILITY,),
-    paper=TABLE_2,
+    paper=models.TABLE_2,
     note=ABOUT,
     columns=[_LOSS, "loss_spikes loss_jump_nats validation_rise_nats"],
     tables=[Paired("Final loss less that of softmax + Adam", V, "*_softmax1 *_orthoadam *_cured", (), [_LOSS])],

@@ -11,7 +11,6 @@ from orthojax.experiments import claims as c
 from orthojax.experiments.base import METHODS
 from orthojax.experiments.claims import Claim, Expr, Metric, Scope
 from orthojax.experiments.from_attention import models
-from orthojax.experiments.from_attention import paper_tables as paper
 from orthojax.experiments.from_attention.channels import OUTPUT_WEIGHTS, correlation, output_norms
 from orthojax.experiments.from_attention.models import ABOUT, ABOUT_CHANCE, SCALES, C, O, S, V, retested, variants
 from orthojax.experiments.study import Given, Study, StudyResults
@@ -73,10 +72,10 @@ TABLE1 = Study(
     note="Models given by --model are measured on the held-out rows of their own data; cured are those trained with "
     "softmax-1 and in a rotated basis. The difference of the paper's last row is 0.3 in its Table 1 and 0.2 in its "
     "Table 3: 13.6 against 13.3 and against 13.33.",
-    paper=paper.TABLE_3,
+    paper=models.TABLE_3,
     columns=[f"perplexity perplexity_{c.INT4}", points(c.INT4), AT_4_BITS],
     tables=[Printed("What Table 1 of the paper prints, on C4", ["perplexity", f"perplexity_{c.INT4}", AT_4_BITS],
-                    paper.TABLE_1)],
+                    models.TABLE_1)],
     claims=[
         Claim("Weights of 4 bits, zeropoint, one scale for each output channel, break other models. The paper: 23 to "
               "205,000 times the perplexity for pretrained models, 2.1 to 7,200 times for its own GPT2, and "
@@ -128,7 +127,7 @@ TABLE2 = Study(
     scales=SCALES,
     measures=(OUTPUT_WEIGHTS,),
     note=f"{ABOUT} {ABOUT_CHANCE} {_INT8_NOTE}",
-    paper=paper.TABLE_2,
+    paper=models.TABLE_2,
     columns=c.OUTCOME,
     tables=[
         Paired("Change from softmax + Adam of the same model, paired by seed", V, f"{S} {O} {C}",
@@ -202,7 +201,7 @@ TABLE3 = Study(
     note=f"{ABOUT} Int8 is absmax: coarse has one scale per tensor for inputs, outputs and weights, moderate for "
     "inputs and weights, fine one per input feature and output channel; per token is the form of fine that runs on "
     f"integers, which the paper does not have. Int4 is zeropoint, weights alone, per output channel. {_INT8_NOTE}",
-    paper=paper.TABLE_3,
+    paper=models.TABLE_3,
     tables=quantisation_tables(*c.INT8, PER_TOKEN, c.INT4),
     claims=[
         *(cure_loses_less(setting, f"Softmax-1 with OrthoAdam makes models more robust to {setting} (5.2).")
@@ -228,7 +227,7 @@ TABLE3 = Study(
 
 
 def _printed_costs(name: str) -> dict[str, float]:
-    row, vanilla = paper.TABLE_4[name], paper.TABLE_4[name.replace("_cured", "_vanilla")]
+    row, vanilla = models.TABLE_4[name], models.TABLE_4[name.replace("_cured", "_vanilla")]
     return {
         "cost_steps_per_second": row["steps_per_second"],
         "cost_step_ratio": vanilla["steps_per_second"] / row["steps_per_second"],
@@ -252,7 +251,7 @@ TABLE4 = Study(
     "optimizer does the same for any number of tokens, so with fewer than the paper's 131,072 in a step its share is "
     "larger. Memory is what the compiler counts on one device; the paper's is that of the GPU. costs.json keeps the "
     "measurement: remove it to measure again.",
-    paper={name: _printed_costs(name) for name in paper.TABLE_4},
+    paper={name: _printed_costs(name) for name in models.TABLE_4},
     tables=[
         Columns("Speed of a training step", ["cost_steps_per_second", _STEP_RATIO, _STEP_LOWER, _STEP_UPPER]),
         Columns("Memory of the compiled step, and of the optimizer's state within it",
@@ -357,7 +356,7 @@ TABLE5 = Study(
     measures=(OUTPUT_WEIGHTS,),
     note=f"{ABOUT} {ABOUT_CHANCE} The paper has 40,000 steps at a peak learning rate of 0.001, for SGD 320,000 at 0.2. "
     "It does not say over which tokens its kurtosis and largest activation are taken.",
-    paper=paper.TABLE_5,
+    paper=models.TABLE_5,
     columns=[Metric("steps", lambda of: of["train.steps"]),
              Metric("learning rate", lambda of: of["optim.learning_rate"]),
              c.OUTCOME, POOLED, Metric("max |x|, larger of the two", _max_abs)],
@@ -381,7 +380,7 @@ def _by_length(scale: str) -> dict[str, Config]:
 
 def _paper_by_length(scale: str) -> dict[str, Mapping[str, float]]:
     """Returns Table 6, with Table 3 for 256 tokens, by the lengths that stand for the paper's."""
-    printed = paper.TABLE_6 | {name.replace("m_", "m_256_"): row for name, row in paper.TABLE_3.items()}
+    printed = models.TABLE_6 | {name.replace("m_", "m_256_"): row for name, row in models.TABLE_3.items()}
     return {ours: printed[theirs] for ours, theirs in zip(_by_length(scale), _by_length("paper"), strict=True)}
 
 
@@ -464,7 +463,7 @@ TABLE7 = Study(
     "initialised from it with train.init_from. Both are measured on the rows that the base model's own run holds out. "
     "The paper has Llama-3.1-8B and its Instruct form; its 'average kurtosis' is here the mean over all positions.",
     columns=f"{_PRINTED} kurtosis_rest perplexity",
-    tables=[Printed("What Table 7 of the paper prints", _PRINTED, paper.TABLE_7)],
+    tables=[Printed("What Table 7 of the paper prints", _PRINTED, models.TABLE_7)],
     claims=[
         _of_pairs("Fine-tuning leaves the attention to the first token as it was. The paper: most attended 95.45% → "
                   "95.53%, mass 73.49% → 70.13%.",
@@ -491,7 +490,7 @@ TABLE8 = Study(
     scales=SCALES,
     note=f"{ABOUT} The paper's maximum activation value, alpha, is Table 2's column of the first token: the largest "
     "|activation| over channels at position 0, its mean over sequences and then over layers.",
-    paper={name: paper.TABLE_2[name] | row for name, row in paper.TABLE_8.items()},
+    paper={name: models.TABLE_2[name] | row for name, row in models.TABLE_8.items()},
     columns=[WIDTH, c.MAX_FIRST, Metric("alpha / D", lambda of: of["max_abs_first"] / of["model.d_model"]),
              "kurtosis_first max_abs_first_maximum max_abs_rest max_abs_rest_maximum"],
     claims=[
@@ -529,9 +528,9 @@ TABLE9 = Study(
     note=f"{ABOUT} Kurtosis and norm ratio (max / l2 norm) are means over the evaluation set at each layer; Pearson's "
     "coefficient is over layers, of each seed. Without outliers kurtosis hardly differs between layers, and what is "
     "left to correlate is small. --model=NAME=CHECKPOINT adds rows.",
-    paper=paper.TABLE_9,
+    paper=models.TABLE_9,
     columns=[Metric("layers", lambda of: of["model.num_layers"]), _OF_FIRST, _OF_REST],
-    tables=[Printed("What the paper prints for public models", [_OF_FIRST, _OF_REST], paper.TABLE_9_PUBLIC)],
+    tables=[Printed("What the paper prints for public models", [_OF_FIRST, _OF_REST], models.TABLE_9_PUBLIC)],
     claims=[
         Claim("Kurtosis and norm ratio go together in every model (I.3).",  # the paper has 0.560 to 0.998
               (_OF_FIRST["*"] > 0.5) & (_OF_REST["*"] > 0.5)),

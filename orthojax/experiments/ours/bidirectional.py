@@ -1,5 +1,6 @@
 """Sinks and outliers if tokens see later ones: masked tokens with full attention, and a prefix LM with cut spans."""
 
+import functools
 from typing import Any
 
 import jax
@@ -43,10 +44,6 @@ def observe_keys(taps: Taps, tokens: jax.Array, by_id: jax.Array) -> dict[str, t
     return {name: (values.sum(0), by_id.at[tokens].add(values)) for name, values in of_token.items()}
 
 
-def _add(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)
-
-
 def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     """Measures which position and which token id get most attention relative to their share, over all layers.
 
@@ -54,31 +51,27 @@ def _measure(loaded: LoadedModel, inputs: Inputs, say: Say) -> Metrics:
     id, and `norm_of_id_over_mean` the largest mean norm of an id over that of all tokens.
     """
     model, size = loaded.config.model, loaded.config.eval.batch_size
-    tokens = np.asarray(split_tokens(inputs.evaluation, model)[0])
-    parts = (jnp.asarray(tokens[i : i + size]) for i in range(0, len(tokens), size))
+    tokens = split_tokens(inputs.evaluation, model)[0]
+    parts = (tokens[i : i + size] for i in range(0, len(tokens), size))
     batches = ((part, part, jnp.zeros(model.vocab_size)) for part in parts)
-    seen = jax.device_get(analysis.measure(loaded, batches, observe_keys, join=_add))
+    join = functools.partial(jax.tree.map, jnp.add)
+    seen = jax.device_get(analysis.measure(loaded, batches, observe_keys, join=join))
     total: Any = jax.tree.map(lambda layers: layers.sum(0), seen)
     frequent = total["count"][1] >= _ROWS_WITH_ID * len(tokens) * model.num_layers
 
     def of_ids(above: str, below: str) -> np.ndarray:
         return np.divide(total[above][1], total[below][1], out=np.zeros(model.vocab_size), where=frequent)
 
-    position = total["mass"][0] / total["share"][0]
-    over, kurtoses, norms = of_ids("mass", "share"), of_ids("kurtosis", "count"), of_ids("norm", "count")
-    metrics = {
-        "first_over_share": position[0],
-        "position_over_share": position.max(),
-        "position_of_largest": position.argmax(),
-        "id_over_share": over.max(),
-        "id_of_largest": over.argmax(),
-        "last_id_over_share": over[-1],
-        "kurtosis_of_id": kurtoses.max(),
-        "id_of_kurtosis": kurtoses.argmax(),
-        "norm_of_id_over_mean": norms.max() / (total["norm"][0].sum() / total["count"][0].sum()),
-        "id_of_norm": norms.argmax(),
-    }
-    return {name: float(value) for name, value in metrics.items()}
+    position, over = total["mass"][0] / total["share"][0], of_ids("mass", "share")
+    kurtoses, norms = of_ids("kurtosis", "count"), of_ids("norm", "count")
+    mean_norm = total["norm"][0].sum() / total["count"][0].sum()
+    largest = {"position_over_share": ("position_of_largest", position), "id_over_share": ("id_of_largest", over),
+               "kurtosis_of_id": ("id_of_kurtosis", kurtoses),
+               "norm_of_id_over_mean": ("id_of_norm", norms / mean_norm)}  # fmt: skip
+    metrics = {"first_over_share": float(position[0]), "last_id_over_share": float(over[-1])}
+    for name, (place, values) in largest.items():
+        metrics |= {name: float(values.max()), place: float(values.argmax())}
+    return metrics
 
 
 KEYS = Measure("keys_over_share", _measure)
@@ -90,7 +83,7 @@ _MASKS = {
 # Room for the mask, or for the sentinels and the end of the prefix.
 _BASE = replace(BREAKING_MODEL, {"model.vocab_size": 2080, "train.steps": 3000, "train.checkpoint_every_steps": 500})
 _TIMES = 5  # a key with this many times its share is called a sink
-SINK = Metric("largest attention to a key over its share",
+_OVER = Metric("largest attention to a key over its share",
               lambda of: max(of["position_over_share"], of["id_over_share"]))  # fmt: skip
 _OF_ID = Metric("kurtosis_of_id")
 _LOST = (c.COARSE, "w4a4")
@@ -111,7 +104,7 @@ BIDIRECTIONAL = Study(
     "most. The last id, 2079, is the mask or the end of the prefix, 2078 and below are sentinels. Prefixes have one "
     "length, so their end is at position 51 of every row. Criteria were committed before any run.",
     columns=["perplexity kurtosis_first kurtosis_rest kurtosis_of_id first_attention_fraction first_attention_mass",
-             SINK, "first_over_share last_id_over_share", c.PEAK,
+             _OVER, "first_over_share last_id_over_share", c.PEAK,
              "norm_of_id_over_mean", *(c.lost(name) for name in _LOST)],
     tables=[
         Columns("Where it is", ["position_over_share position_of_largest id_over_share id_of_largest kurtosis_of_id "
@@ -122,14 +115,14 @@ BIDIRECTIONAL = Study(
     claims=[
         Claim("A bidirectional model grows outliers, at the first token or at others.", c.outliers(_V)),
         Claim("It grows them at some token, whatever its id.", _OF_ID[_V] > c.OUTLIERS),
-        Claim(f"It has a sink: some key gets {_TIMES} times its share or more.", SINK[_V] >= _TIMES),
-        Claim("The sink is the first token.", Metric("first_over_share")[_V] >= 0.9 * SINK[_V], SINK[_V] >= _TIMES),
+        Claim(f"It has a sink: some key gets {_TIMES} times its share or more.", _OVER[_V] >= _TIMES),
+        Claim("The sink is the first token.", Metric("first_over_share")[_V] >= 0.9 * _OVER[_V], _OVER[_V] >= _TIMES),
         Claim("The sink is the mask, or the end of the prefix.",
-              Metric("last_id_over_share")[_V] >= 0.9 * SINK[_V], SINK[_V] >= _TIMES),
+              Metric("last_id_over_share")[_V] >= 0.9 * _OVER[_V], _OVER[_V] >= _TIMES),
         c.cured_outliers("The cure removes the outliers.", _C, _V),
         Claim("The cure leaves no outliers at a token of any id.", _OF_ID[_C] < c.NO_OUTLIERS, _OF_ID[_V] > c.OUTLIERS),
         Claim("The cure takes half of the excess off that key, and no other takes its place.",
-              c.fraction_left(SINK[_V], SINK[_C], 1.0) <= 0.5, SINK[_V] >= 2.0),
+              c.fraction_left(_OVER[_V], _OVER[_C], 1.0) <= 0.5, _OVER[_V] >= 2.0),
         c.no_perplexity_lost("The cure costs no perplexity.", _C, _V),
         *(c.loses_less(name, f"The cured model loses less at {name}.", _C, _V) for name in _LOST),
     ],

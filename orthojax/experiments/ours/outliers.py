@@ -6,34 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from orthojax.config import Config, replace
+from orthojax.experiments import claims as c
 from orthojax.experiments.base import LANGUAGE_MODEL, METHODS, SHALLOW_MODEL, cured
-from orthojax.experiments.claims import (
-    FIRST,
-    NO_OUTLIERS,
-    OUTCOME,
-    OUTLIERS,
-    PPL,
-    REST,
-    WORST,
-    Claim,
-    Metric,
-    all_of,
-    cured_outliers,
-    function,
-    largest,
-    lost,
-    no_perplexity_lost,
-    outliers,
-    smallest,
-    worst,
-)
+from orthojax.experiments.claims import Claim, Metric
 from orthojax.experiments.from_attention.models import RUNS, SCALES
 from orthojax.experiments.study import Study
 from orthojax.report.pictures import KURTOSIS, LOSS, ByStep, Points
 from orthojax.report.tables import Columns, Paired
 
-_LOST = [lost(setting) for setting in ("int8_moderate", "int8_coarse", "int4_zeropoint")]
-_PERPLEXITY_AND_KURTOSIS = Points("perplexity_and_kurtosis", "Perplexity and kurtosis.", PPL, WORST, y_scale="log")
+_LOST = [c.lost(setting) for setting in ("int8_moderate", "int8_coarse", "int4_zeropoint")]
+_PERPLEXITY_AND_KURTOSIS = Points("perplexity_and_kurtosis", "Perplexity and kurtosis.", c.PPL, c.WORST, y_scale="log")
 _BY_STEP = [ByStep("first_attention_fraction", name="dominance"),
             ByStep("kurtosis_first kurtosis_rest", y_scale="log", name="kurtosis")]  # fmt: skip
 
@@ -67,40 +49,40 @@ def _rotations(scale: str) -> dict[str, Config]:
     return {name: replace(base, change) for name, change in changes.items()}
 
 
-_OWN = largest(Metric("rotated_kurtosis_first")["shared"], Metric("rotated_kurtosis_rest")["shared"])
-_FIXED = [function("ln", math.log, of["fixed_in_model"] / of["hadamard_writers"]) for of in (FIRST, REST)]
-_PERMUTED = function("ln", math.log, PPL["signed_permutation"] / PPL["adam"])
+_OWN = c.largest(Metric("rotated_kurtosis_first")["shared"], Metric("rotated_kurtosis_rest")["shared"])
+_FIXED = [c.function("ln", math.log, of["fixed_in_model"] / of["hadamard_writers"]) for of in (c.FIRST, c.REST)]
+_PERMUTED = c.function("ln", math.log, c.PPL["signed_permutation"] / c.PPL["adam"])
 ROTATION_ABLATION = Study(
     name="rotation_ablation",
     title="Which rotation for OrthoAdam: kinds, axes and controls, one factor at a time",
     runs=_rotations,
     note="500 steps on ordinary text. All but vanilla have softmax-1 attention; they differ in the rotation, or in one "
     "setting.",
-    columns=OUTCOME,
+    columns=c.OUTCOME,
     tables=[
-        Columns("Perplexity lost to quantisation", [lost("int8_fine"), *_LOST]),
+        Columns("Perplexity lost to quantisation", [c.lost("int8_fine"), *_LOST]),
         Paired("Change from softmax-1 with Adam, paired by seed", "adam", "*", "perplexity"),
         Columns("Cost of a training step, relative to Adam's",
                 "cost_step_ratio cost_step_ratio_lower cost_step_ratio_upper cost_optimizer_state_ratio"),
     ],
     claims=[
         Claim("A structured rotation cures as a dense one does, on the output axes.",
-              largest(*(worst(f"{kind}_output") for kind in ("haar", "hadamard", "dct"))) < NO_OUTLIERS,
-              outliers("adam")),
+              c.largest(*(c.worst(f"{kind}_output") for kind in ("haar", "hadamard", "dct"))) < c.NO_OUTLIERS,
+              c.outliers("adam")),
         Claim("It is the axis that writes which matters.",
-              (worst("hadamard_output") < NO_OUTLIERS) & (worst("hadamard_input") > NO_OUTLIERS)),
+              (c.worst("hadamard_output") < c.NO_OUTLIERS) & (c.worst("hadamard_input") > c.NO_OUTLIERS)),
         Claim("The embedding tables must be rotated.",
-              (worst("hadamard_output") < NO_OUTLIERS) & (worst("no_embeddings") > NO_OUTLIERS)),
+              (c.worst("hadamard_output") < c.NO_OUTLIERS) & (c.worst("no_embeddings") > c.NO_OUTLIERS)),
         Claim("Both axes cost perplexity against the output axes alone.",
-              (PPL["hadamard_both"] / PPL["hadamard_output"] - 1 > 0).in_every_seed()),
+              (c.PPL["hadamard_both"] / c.PPL["hadamard_output"] - 1 > 0).in_every_seed()),
         Claim("The identity and a signed permutation are no rotation for Adam.",
-              ((abs(PPL["identity"] / PPL["adam"] - 1) <= 0) & (abs(_PERMUTED) < 0.01)).in_every_seed()),
+              ((abs(c.PPL["identity"] / c.PPL["adam"] - 1) <= 0) & (abs(_PERMUTED) < 0.01)).in_every_seed()),
         Claim("One matrix for the whole tree only looks like a cure: in its own basis there are outliers.",
-              (worst("shared") < NO_OUTLIERS) & (_OWN > NO_OUTLIERS)),
+              (c.worst("shared") < c.NO_OUTLIERS) & (_OWN > c.NO_OUTLIERS)),
         Claim("Fixed matrices inside the model, behind what writes to the residual stream, do with Adam what OrthoAdam "
-              "does on the same parts.", largest(*map(abs, _FIXED)) < 0.1,
+              "does on the same parts.", c.largest(*map(abs, _FIXED)) < 0.1,
               revised=("any two cured models met it; the 10% stood there before the runs",
-                       Claim("", largest(worst("fixed_in_model"), worst("hadamard_writers")) < NO_OUTLIERS))),
+                       Claim("", c.largest(c.worst("fixed_in_model"), c.worst("hadamard_writers")) < c.NO_OUTLIERS))),
     ],
     pictures=[KURTOSIS, _PERPLEXITY_AND_KURTOSIS],
     cost_reference=lambda _: "adam",
@@ -111,6 +93,7 @@ ROTATION_ABLATION = Study(
 # (Appendix F of From Attention to Activation).
 _AXES = ("output", "writers", "d_model", "both")
 _MATRICES = {f"matrices_{seed}": seed for seed in (100, 101, 102, 103, 104)}
+_DRAWN = [c.PPL[of] for of in _MATRICES]
 
 
 def _haar(scale: str) -> dict[str, Config]:
@@ -133,19 +116,19 @@ HAAR = Study(
     scales=SCALES,
     note="All but vanilla have softmax-1. The matrices of a run follow from its seed; those of `matrices_N` have the "
     "seed N in every run.",
-    columns=OUTCOME,
+    columns=c.OUTCOME,
     tables=[Paired("Change from softmax-1 with Adam, paired by seed", "adam", "*", "perplexity kurtosis_first "
                    "kurtosis_rest")],
     claims=[
         Claim("With Haar matrices there are no outliers either, on any axis.",
-              largest(*(worst(f"haar_{axes}") for axes in _AXES)) < NO_OUTLIERS, outliers("adam")),
+              c.largest(*(c.worst(f"haar_{axes}") for axes in _AXES)) < c.NO_OUTLIERS, c.outliers("adam")),
         Claim("Which matrices are drawn makes no difference.",
-              (largest(*map(worst, _MATRICES)) < NO_OUTLIERS)
-              & (largest(*(PPL[of] for of in _MATRICES)) / smallest(*(PPL[of] for of in _MATRICES)) - 1 <= 0.01)),
+              (c.largest(*map(c.worst, _MATRICES)) < c.NO_OUTLIERS)
+              & (c.largest(*_DRAWN) / c.smallest(*_DRAWN) - 1 <= 0.01)),
         Claim("Hadamard matrices do what Haar matrices do, on the output axes.",
-              (worst("hadamard") < NO_OUTLIERS) & (abs(PPL["hadamard"] / PPL["haar_output"] - 1) <= 0.01)),
+              (c.worst("hadamard") < c.NO_OUTLIERS) & (abs(c.PPL["hadamard"] / c.PPL["haar_output"] - 1) <= 0.01)),
         Claim("No axis costs perplexity.",
-              all_of(PPL[f"haar_{axes}"] / PPL["vanilla"] - 1 <= 0.01 for axes in _AXES)),
+              c.all_of(c.PPL[f"haar_{axes}"] / c.PPL["vanilla"] - 1 <= 0.01 for axes in _AXES)),
     ],
 )  # fmt: skip
 
@@ -184,23 +167,23 @@ PARITY = Study(
     note="Six layers on ordinary text; rate and warm-up of each method are those that tuning chose with 500 steps. "
     "`d_model` is the cure with the d_model axes rotated, `cured` with the output axes; names end with the number of "
     "steps.",
-    columns=[OUTCOME, "cost_step_ratio"],
+    columns=[c.OUTCOME, "cost_step_ratio"],
     tables=[
         Paired("Change from softmax + Adam, paired by seed", "vanilla_*", "cured_* d_model_* muon_* soap_* lion_*",
                "perplexity kurtosis_first kurtosis_rest", "first_attention_fraction first_attention_mass"),
         Columns("Perplexity lost to quantisation", _LOST),
     ],
     claims=[
-        no_perplexity_lost("The cure costs no perplexity, each method tuned.", "cured_*", "vanilla_*"),
-        cured_outliers("The cure leaves no outliers, at tuned rates.", "cured_*", "vanilla_*"),
-        no_perplexity_lost("The cure with the d_model axes rotated costs no perplexity, at the rate tuned for the "
+        c.no_perplexity_lost("The cure costs no perplexity, each method tuned.", "cured_*", "vanilla_*"),
+        c.cured_outliers("The cure leaves no outliers, at tuned rates.", "cured_*", "vanilla_*"),
+        c.no_perplexity_lost("The cure with the d_model axes rotated costs no perplexity, at the rate tuned for the "
                            "output axes.", "d_model_*", "vanilla_*", added=_KNOWN),
-        cured_outliers("The cure with the d_model axes rotated leaves no outliers.", "d_model_*", "vanilla_*",
+        c.cured_outliers("The cure with the d_model axes rotated leaves no outliers.", "d_model_*", "vanilla_*",
                        added=_KNOWN),
-        Claim("Softmax + Muon has outliers.", WORST["muon_*"] > OUTLIERS),
-        Claim("Softmax + Lion has outliers.", WORST["lion_*"] > OUTLIERS),
-        Claim("Softmax + SOAP has no outliers.", WORST["soap_*"] < NO_OUTLIERS, outliers("vanilla_*"),
-              revised=("Adam has none after so few steps either", Claim("", WORST["soap_*"] < NO_OUTLIERS))),
+        Claim("Softmax + Muon has outliers.", c.WORST["muon_*"] > c.OUTLIERS),
+        Claim("Softmax + Lion has outliers.", c.WORST["lion_*"] > c.OUTLIERS),
+        Claim("Softmax + SOAP has no outliers.", c.WORST["soap_*"] < c.NO_OUTLIERS, c.outliers("vanilla_*"),
+              revised=("Adam has none after so few steps either", Claim("", c.WORST["soap_*"] < c.NO_OUTLIERS))),
     ],
     pictures=[LOSS, *_BY_STEP],
     cost_reference=lambda name: f"vanilla_{name.rpartition('_')[2]}",

@@ -7,7 +7,7 @@ from orthojax.experiments.study import Study, grid
 from orthojax.report.pictures import KURTOSIS, LOSS, MAX_ABS, Bars, ByLayer, Maps
 from orthojax.report.tables import Columns
 
-SINK = Metric("sink_attention_rest")
+_SINK = Metric("sink_attention_rest")
 
 QUICK = Study(
     name="quick",
@@ -54,15 +54,15 @@ QUICK = Study(
               c.excess_left("cured", "vanilla") <= 0.5, c.dominated("vanilla")),
         Claim("It costs no performance.", c.PPL["cured"] / c.PPL["vanilla"] - 1 < 0.03),
         Claim("Backcopy: softmax has a sink, a drain.",
-              (SINK["backcopy_softmax"] > 0.5) & (c.DRAIN["backcopy_softmax"] < 0.5)),
+              (_SINK["backcopy_softmax"] > 0.5) & (c.DRAIN["backcopy_softmax"] < 0.5)),
         Claim("Backcopy: softmax-1 removes the sink.",
-              SINK["backcopy_softmax1"] < 0.5 * SINK["backcopy_softmax"], SINK["backcopy_softmax"] > 0.5),
-        Claim("Backcopy: ReLU attention has no sink.", SINK["backcopy_relu"] < 0.05),
+              _SINK["backcopy_softmax1"] < 0.5 * _SINK["backcopy_softmax"], _SINK["backcopy_softmax"] > 0.5),
+        Claim("Backcopy: ReLU attention has no sink.", _SINK["backcopy_relu"] < 0.05),
     ],
     headlines=[(metric, "vanilla", "cured") for metric in ("kurtosis_first", "first_attention_fraction", "perplexity")],
     pictures=[
         KURTOSIS, MAX_ABS, LOSS, ByLayer("first_attention_mass", rows="vanilla cured"),
-        Bars("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", [SINK, c.DRAIN], rows="backcopy_*"),
+        Bars("backcopy", "Bigram-Backcopy: sink and value drain by normalizer.", [_SINK, c.DRAIN], rows="backcopy_*"),
         Maps("vanilla cured"),
     ],
 )  # fmt: skip

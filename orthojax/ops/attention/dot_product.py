@@ -100,7 +100,6 @@ def _platform(array: jax.Array) -> str:
 
 
 def _symbolic(inputs: AttentionInputs) -> str:
-    """Returns why a kernel cannot be compiled for the shapes, or ""."""
     shapes = inputs.query.shape, inputs.key.shape
     known = all(isinstance(n, int) for shape in shapes for n in shape)
     return "" if known else f"kernels are compiled for known shapes, got {shapes[0]} and {shapes[1]}"

@@ -69,15 +69,12 @@ def unavailable() -> str:
 def attend(inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
     """Computes attention by the splash kernel, for any lengths and head width.
 
-    Lengths are padded to multiples of 128 and head widths to multiples of 64. The scale is multiplied into the query
-    in float32 and rounded once: exact if the scale is a power of two, as for widths of 64 and 256. On the Auto axes of
-    the current mesh (`jax.set_mesh`) the batch is over "data" and "fsdp" and heads are over "tensor", as far as such
-    axes exist and divide them; along other axes every device computes everything. With `interpret` plain XLA runs the
-    kernel, on any machine.
-
-    Returns:
-      [B, T, N, V] in the dtype of `value`; with "softmax", rows that see no key are not defined. Saved for the backward
-      pass under `ATTENTION_NAME`.
+    Lengths are padded to multiples of 128 and head widths to multiples of 64. The scale is multiplied into the query in
+    float32 and rounded once: exact if the scale is a power of two, as for widths of 64 and 256. On the Auto axes of the
+    current mesh (`jax.set_mesh`) the batch is over "data" and "fsdp" and heads are over "tensor", as far as such axes
+    exist and divide them; along other axes every device computes everything. With `interpret` plain XLA runs the
+    kernel, on any machine. Returns [B, T, N, V] in the dtype of `value`; with "softmax", rows that see no key are not
+    defined. Saved for the backward pass under `ATTENTION_NAME`.
     """
     B, T, N, _ = inputs.query.shape
     query = (inputs.query.astype(jnp.float32) * inputs.scale).astype(inputs.query.dtype)

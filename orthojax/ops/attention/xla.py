@@ -47,10 +47,8 @@ def visible_keys(
 
     B, T and S are `batch`, `query_length` and `key_length`; other arguments are those of `dot_product_attention`, but
     queries from `query_seq_lengths` on see nothing. For a part of a sequence, whose mask is `mask`, `query_start` and
-    `key_start` are the positions of the first query and key.
-
-    Returns:
-      Boolean mask that broadcasts to [B, N, T, S], or None if every query sees every key.
+    `key_start` are the positions of the first query and key. Returns a boolean mask that broadcasts to [B, N, T, S], or
+    None if every query sees every key.
     """
     t = (query_start + jnp.arange(query_length))[:, None]
     s = (key_start + jnp.arange(key_length))[None, :]
