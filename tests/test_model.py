@@ -14,10 +14,11 @@ from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 from orthojax import model as models
-from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, replace
+from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig, RotationConfig, replace
 from orthojax.config.model import NormalizerName
 from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2, parameter_shapes, stack_layers, unstack_layers
-from orthojax.model.transformer import to_residual
+from orthojax.optim import unrotate
+from orthojax.train import make_rotation
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 SMALL |= {"scan_layers": False}
@@ -437,14 +438,8 @@ def test_refused(call, arguments, words, error, tmp_path):
 def test_fixed_rotation_equals_rotated_tables_and_writers():
     config = dataclasses.replace(TINY, d_model=24, use_bias=False)  # 24 is no power of two
     params = random_params(config)
-    folded = jax.tree.map(lambda leaf: leaf, params)
-    for path in (("token_embedding", "embedding"), ("position_embedding", "embedding")):
-        table = folded[path[0]]
-        table["embedding"] = to_residual(table["embedding"], f"{'/'.join(path)}:0")
-    for layer in range(config.num_layers):
-        for part in ("attention", "mlp"):
-            output = folded[f"layers_{layer}"][part]["output"]
-            output["kernel"] = to_residual(output["kernel"], f"layers/{part}/output/kernel/*:0", layer)
+    back = unrotate(make_rotation(RotationConfig(axes="writers", seed=0)))  # that of OrthoAdam
+    folded = back.update(params, back.init(params), params)[0]
     rotated, taps = apply(dataclasses.replace(config, fixed_rotation=True), params, observe=lambda taps: taps)
     plain, plain_taps = apply(config, folded, observe=lambda taps: taps)
     np.testing.assert_allclose(rotated, plain, atol=2e-4)

@@ -12,7 +12,6 @@ import optax
 import optax.contrib
 import pytest
 import tiny_run
-from model_oracle import numpy_forward, random_params
 from test_analysis import LANGUAGE_MODEL_KEYS
 from thinned import quick_and_slow
 from tiny_run import TINY, assert_trees_close, bits, blank_state, by_path, drawn_params, inputs, lines, loaded, rows
@@ -74,7 +73,7 @@ def numpy_losses(logits, targets):
 
 
 def test_one_step_is_loss_and_update_by_hand():
-    config = replace(CONFIG, {"optim.clip_norm": None})
+    config = replace(CONFIG, {"optim.clip_norm": 0.01})
     tokens, before = rows(0), drawn_params(config.model)
 
     def independent_loss(params):
@@ -91,28 +90,13 @@ def test_one_step_is_loss_and_update_by_hand():
     assert float(metrics.loss_sum_nats) == pytest.approx(losses.sum(), rel=1e-5)
     norm = math.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(expected_grads)))
     assert float(metrics.grad_norm) == pytest.approx(norm, rel=1e-4)
-    expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, expected_grads)
+    assert norm > 0.1
+    expected = jax.tree.map(lambda p, g: p - 0.1 * 0.01 / norm * g, before, expected_grads)
     assert_trees_close(state.params, expected, rtol=1e-5, atol=1e-7)
     assert int(state.step) == 1
 
 
 PENALIZED = replace(CONFIG, {"train.activation_penalty": 0.3, "optim.clip_norm": None, "model.num_layers": 2})
-
-
-def test_a_penalty_of_activations_is_that_of_the_float64_oracle():
-    tokens, params = rows(0), random_params(PENALIZED.model)
-    inputs, model = tokens[:, :-1], Transformer(PENALIZED.model)
-    oracle = [numpy_forward(PENALIZED.model, params, row) for row in inputs]
-    stream = np.stack([[seen["residual"] for seen in layers] for _, layers in oracle])  # [B, L, T, D]
-    expected = 0.3 * np.mean((np.abs(stream) / (3.0 + 1e-6)) ** 4)
-    losses = numpy_losses(np.stack([logits for logits, _ in oracle]), tokens[:, 1:])
-    for chunk_positions in (None, 3):
-        total, count, penalty = jax.jit(
-            lambda params, n=chunk_positions: loss_sum_nats(model, params, tokens, n, penalty=0.3)
-        )(params)
-        assert float(total) == pytest.approx(losses.sum(), rel=1e-4)
-        assert int(count) == losses.size
-        assert float(penalty) / losses.size == pytest.approx(expected, rel=1e-4)
 
 
 def test_no_penalty_costs_nothing():
@@ -146,6 +130,9 @@ def test_a_step_descends_the_loss_and_the_penalty_together(changes):
         return loss + penalty, (loss, penalty)
 
     (_, (loss, penalty)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(before)
+    if not changes:
+        chunks = jax.jit(lambda p: loss_sum_nats(Transformer(PENALIZED.model), p, tokens, 3, penalty=0.3))(before)
+        np.testing.assert_allclose(np.divide(chunks, 32), [loss, 1.0, penalty], rtol=1e-5)  # of 32 targets
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
     given = stack_layers(before) if config.model.scan_layers else before
     state, metrics = training.make_train_step(config)(
@@ -239,14 +226,6 @@ def test_learning_rate_warms_up_then_falls():
     config = OptimConfig(learning_rate=2e-3, warmup_steps=4, final_learning_rate_fraction=0.1)
     rates = [float(learning_rate_schedule(config, steps=12)(t)) for t in (0, 1, 4, 8, 12, 50)]
     np.testing.assert_allclose(rates, 2e-3 * np.array([0.0, 0.25, 1.0, 0.1 + 0.9 * 0.5, 0.1, 0.1]), rtol=1e-5)
-
-
-def test_clipping_bounds_the_update():
-    config = replace(CONFIG, {"optim.clip_norm": 0.01})
-    state, metrics = train_step(config)(drawn(config), rows(0))
-    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, drawn_params(config.model))
-    assert float(metrics.grad_norm) > 0.1
-    assert math.sqrt(sum(jax.tree.leaves(change))) == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
 def test_weight_decay_acts_on_kernels_and_embeddings_only():
@@ -457,24 +436,6 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
 # Evaluation.
 
 TWO_LAYERS = replace(CONFIG, {"model.num_layers": 2})
-
-
-@pytest.mark.slow
-def test_a_fixed_rotation_under_adam_orthoadam_on_writers():
-    plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
-    plain = replace(plain, {"optim.rotation.seed": 0})
-    turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
-    rotation = rotate(make_rotation(plain.optim.rotation))
-    state = fresh(plain)
-    other = fresh(turned)
-    other = other._replace(params=jax.tree.map(jnp.copy, rotation.update(state.params, rotation.init(state.params))[0]))
-    for step in range(4):
-        state, metrics = train_step(plain)(state, rows(step))
-        other, other_metrics = train_step(turned)(other, rows(step))
-        np.testing.assert_allclose(metrics.loss_sum_nats, other_metrics.loss_sum_nats, rtol=1e-5)
-    assert_trees_close(rotation.update(state.params, rotation.init(state.params))[0], other.params, atol=2e-4)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), other.params, fresh(turned).params)
-    assert min(jax.tree.leaves(moved)) > 0.05
 
 
 @pytest.mark.slow
