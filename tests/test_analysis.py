@@ -180,17 +180,6 @@ def test_risks_are_their_definitions():
     assert jnp.isnan(compiled("backcopy_risk_nats")(uniform, oracle, np.zeros_like(IS_TRIGGER)))
 
 
-def test_a_wrong_oracle_at_bos_shows_an_excess():
-    """A perfect model measured against an oracle that allows triggers at position 1."""
-    true_law, wrong_law = np.array([0.0, 0.5, 0.5]), np.array([0.3, 0.35, 0.35])
-    model = np.log(np.maximum(true_law, np.exp(-10.0)))[None, None]
-    excess, no_trigger = compiled("bigram_excess_risk_nats"), np.zeros((1, 1), bool)
-    assert abs(excess(model, true_law[None, None], no_trigger)) < 1e-6
-    expected = (wrong_law * (np.log(wrong_law) - model[0, 0])).sum()
-    assert expected > 2
-    np.testing.assert_allclose(excess(model, wrong_law[None, None], no_trigger), expected, rtol=1e-5)
-
-
 def test_sink_attention_and_logit_gap_are_their_definitions():
     weights, logits, asked = LAYER["attention_weights"], LAYER["attention_logits"], ~IS_TRIGGER
     on_first = weights[..., 0].mean(1)
@@ -526,11 +515,6 @@ def test_arrays_by_head_are_those_of_the_functions():
         of_one = compiled("first_attention_fraction")(TAPS["attention_weights"][1][:, [head]])
         np.testing.assert_allclose(arrays["first_attention_fraction"][1, head], of_one, rtol=1e-6)
     np.testing.assert_allclose(arrays["max_abs_by_channel"], np.abs(TAPS["residual"]).max((1, 2)), rtol=1e-6)
-
-
-def test_a_metric_without_any_term_is_nan():
-    statistics = analysis.Statistics(jnp.ones(2, jnp.int32), {"x": jnp.zeros(2)}, {"x": jnp.zeros(2, jnp.int32)}, {})
-    assert np.isnan(analysis.finalize(statistics)["x"])
 
 
 # The one loop. Functions of the module, so that one program serves all calls.

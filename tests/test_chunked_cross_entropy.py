@@ -77,16 +77,6 @@ def test_loss_and_gradients_are_those_of_float64(B, T, D, V, positions, tied):
         assert relative_error(found, expected) < 1e-5 or np.abs(expected).max() < 1e-6
 
 
-@pytest.mark.parametrize("positions", [1, 7, 15])
-def test_the_mean_with_a_row_all_masked_is_that_of_float64(positions):
-    hidden, kernel, targets, weights = problem(3, 15, rows=3)
-    weights = weights.at[1].set(0.0)
-    mean = lambda *operands: loss_of(targets, weights, positions)(*operands) / jnp.sum(weights)  # noqa: E731
-    loss, (dx, dW) = jax.jit(jax.value_and_grad(mean, (0, 1)))(hidden, kernel)
-    assert_near((loss, dx, dW), (hidden, kernel, targets, weights / float(weights.sum())))
-    assert (dx[1] == 0.0).all()
-
-
 def test_bfloat16_gradients_of_the_kernel_are_float32():
     operands = problem(8, 64, 16, 128, dtype=jnp.bfloat16)
     loss, dx, dW = chunked(*operands, 5)
@@ -130,23 +120,9 @@ def test_one_pass_over_logits_computes_the_same(scale, vocab_axis, monkeypatch):
     assert jnp.isnan(loss_of(wrong, jnp.ones((1, 9)))(hidden, kernel))
 
 
-def test_float64_is_kept(x64):
-    hidden, kernel, targets, weights = problem()
-    operands = (hidden.astype(jnp.float64), kernel.astype(jnp.float64), targets, weights.astype(jnp.float64))
-    found = chunked(*operands, 3)
-    assert {array.dtype for array in found} == {np.dtype("float64")}
-    assert_near(found, operands, 1e-14)
-
-
-def test_large_logits_and_unweighted_targets_are_harmless():
-    hidden, kernel, targets, weights = problem()
-    operands = (1e4 * hidden, kernel, targets, weights)
-    assert_near(chunked(*operands, 2), operands)
-    weights = weights.at[0, 2].set(0.0)
-    elsewhere = np.where(np.arange(7) == 2, -1, targets)
-    results = (chunked(hidden, kernel, t, weights, 2) for t in (targets, elsewhere))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_large_logits_are_harmless():
+    hidden, *rest = problem()
+    assert_near(chunked(1e4 * hidden, *rest, 2), (1e4 * hidden, *rest))
 
 
 def dense_sum(hidden, kernel, targets, weights):

@@ -100,7 +100,6 @@ def home(trained, tmp_path):
 
 SMALL_RUN = ["--config=small.py", "--cache_dir=cache"]
 WRITE = ["--model=run", "--prompt=a"]
-NEW = ["--workdir=new", "--runs_dir=models"]
 REFUSED = {
     "mistyped flag": ("train", ["--wrkdir=a"], ["wrkdir", "--workdir=..."]),
     "flag without a value": ("train", ["--workdir"], ["workdir"]),

@@ -19,27 +19,17 @@ from orthojax.config import DataConfig
 from orthojax.data import BigramBackcopy, default_text, open_task
 from orthojax.data.bigram_backcopy import EVALUATION, TRAINING
 
-B, T = 1024, 64
 B2, T2 = 256, 23
 TEXT = "the cat sat, a hat set. " * 3 + "see the tea at sea, that etc. "
-
-
-@pytest.fixture(scope="module")
-def task():
-    return BigramBackcopy.from_text(default_text(), 3)
-
-
-@pytest.fixture(scope="module")
-def tokens(task):
-    return np.asarray(task.batch(0, B, T, seed=7))
 
 
 # The law.
 
 
-def test_statistics_against_plain_counting(task):
+def test_statistics_against_plain_counting():
     """And the laws that follow from them."""
-    text, V = default_text(), task.vocab_size
+    task, text = BigramBackcopy.from_text(default_text(), 3), default_text()
+    V = task.vocab_size
     follows = collections.defaultdict(collections.Counter)
     for a, b in zip(text, text[1:] + text[0], strict=True):
         follows[a][b] += 1
@@ -254,25 +244,6 @@ def test_interpolation_ends_in_its_two_rules(p, name):
     np.testing.assert_array_equal(mixed.batch(0, B2, T2, 0), rows)
     law = small(**CASES[name]).oracle(rows[:, :-1])
     np.testing.assert_array_equal(mixed.oracle(rows[:, :-1]), law)
-
-
-def test_the_oracle_has_the_least_cross_entropy(task, tokens):
-    law = np.asarray(task.oracle(tokens[:, :-1]), np.float64)
-
-    def nats(prediction):
-        return -np.log(np.take_along_axis(prediction, tokens[:, 1:, None], -1)).mean()
-
-    oracle = nats(law)
-    entropy = -(law * np.log(np.where(law > 0, law, 1))).sum(-1).mean()
-    assert oracle == pytest.approx(entropy, rel=0.01)  # finite, so every token drawn was possible
-    sharper = law**1.1
-    for other in (0.98 * law + 0.02 / task.vocab_size, sharper / sharper.sum(-1, keepdims=True)):
-        assert nats(other) > oracle
-    with_triggers_at_bos = law.copy()
-    with_triggers_at_bos[:, 0] = task.marginal
-    assert nats(with_triggers_at_bos) == pytest.approx(
-        oracle - np.log(1 - task.marginal[task.triggers].sum()) / T, rel=1e-6
-    )
 
 
 # Where the counts come from.

@@ -152,10 +152,6 @@ def test_softpick_is_right_for_extreme_logits(dtype):
 # Derivatives.
 
 
-def _jacobian(y):
-    return np.diag(y) - np.outer(y, y)
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ALL)
 def test_first_and_second_derivatives_match_finite_differences(name):
