@@ -5,13 +5,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import model_oracle
 import numpy as np
 import pytest
 from model_oracle import numpy_forward, random_params, stacked_params
 from thinned import quick_and_slow
 
 from orthojax import Interventions, LoadedModel, analysis
-from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from orthojax.config import ModelConfig
 from orthojax.model import Transformer, attention_pattern, bigram_backcopy, gpt2, llama2, parameter_shapes, stack_layers
 
 L, B, T, N, D = 2, 2, 6, 4, 8
@@ -23,11 +24,6 @@ GROUPED = llama2(
 )
 BACKCOPY = bigram_backcopy(**UNROLLED, normalizer="relu", attention=(False, True), mlp=("linear", "none"))
 BIASES = ModelConfig(**SCANNED, use_bias=True, normalizer="softmax1")
-LATENT = llama2(
-    "tiny", **UNROLLED, d_head=6, mlp=("swiglu", "experts"), normalizer="softmax1", rope_theta=100.0,
-    latent=LatentConfig(5, 7, 2, 3), experts=ExpertsConfig(d_expert=5),
-    rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0, mscale_all=0.5),
-)  # fmt: skip
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
 SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
 SHARES = tuple(name for name in Interventions._fields if name.endswith("_share"))
@@ -37,14 +33,13 @@ MATRICES = ("attention_bias", "forced_weights")
 FUSED = (*SCALES, "attention_bias")
 EFFECTS = (*FUSED, *SHARES)
 CONFIGS = {
-    "llama2": (llama2("tiny", **UNROLLED), FUSED),
+    "llama2": (model_oracle.CONFIGS["llama2"], FUSED),
     "grouped": (GROUPED, EFFECTS),
     "bigram_backcopy": (BACKCOPY, EFFECTS),
     "biases": (BIASES, EFFECTS),
-    "capped": (llama2("tiny", **UNROLLED, block="sandwich_norm", attention_soft_cap=1.5, attention_window=(3, None)),
-               FUSED),
-    "latent attention": (LATENT, EFFECTS),
-}  # fmt: skip
+    "capped": (model_oracle.CONFIGS["gemma"], FUSED),
+    "latent attention": (model_oracle.CONFIGS["query latents, groups of experts"], EFFECTS),
+}
 
 
 @partial(jax.jit, static_argnums=0)

@@ -262,8 +262,8 @@ def test_unrolled_layers_are_not_stacked_for_the_backward_pass():
 def test_layers_are_unrolled_in_training_on_a_gpu(monkeypatch):
     def unrolled(observe=None, **changes):
         config = dataclasses.replace(TINY, scan_layers=True, attention_implementation="xla", **changes)
-        params = jax.eval_shape(lambda: stacked_params(config))
-        return re.findall(r"unroll=(\d+)", str(jax.make_jaxpr(lambda p: apply(config, p, observe=observe))(params)))
+        program = jax.make_jaxpr(lambda p: apply(config, p, observe=observe))(parameter_shapes(config))
+        return re.findall(r"unroll=(\d+)", str(program))
 
     assert unrolled(num_layers=3) == ["1"]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -330,15 +330,6 @@ def test_only_learned_positions_end_at_max_length():
 
 
 # Presets and counts.
-
-PRESETS = [(gpt2, size) for size in ("60m", "130m", "350m", "1.4b")] + [(llama2, "130m")]
-
-
-@pytest.mark.parametrize(("family", "size"), PRESETS)
-def test_presets_have_the_sizes_in_their_names(family, size):
-    for changes in ({}, {"norm": "rmsnorm_single", "use_bias": False, "normalizer": "softmax1"}):
-        count = models.parameter_count(family(size, **changes))
-        assert abs(count / (float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]) - 1.0) < 0.1
 
 
 def test_presets_are_stock():
