@@ -256,12 +256,12 @@ def test_measure_takes_interventions_and_compiles_once():
 def test_norms_of_ablated_heads_have_a_gradient():
     config = ModelConfig(d_model=8, num_layers=1, num_heads=2, d_mlp=8, vocab_size=16, max_length=4)
     tokens = jnp.array([[1, 2, 3]])
-    params = Transformer(config).init(jax.random.key(0), tokens)["params"]
+    params = stacked_params(config)
 
     def total(scale):
         options = {"interventions": Interventions(head_scale=scale), "observe": lambda taps: taps.head_norms.sum()}
         return Transformer(config).apply({"params": params}, tokens, **options)[1].sum()
 
-    gradient = jax.grad(total)(jnp.array([[0.0, 1.0]]))
+    gradient = jax.jit(jax.grad(total))(jnp.array([[0.0, 1.0]]))
     assert np.isfinite(gradient).all()
     assert gradient[0, 1] > 0
