@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import weakref
@@ -198,16 +199,8 @@ def with_fields(**fields):
     return damage
 
 
-def with_bytes(change):
-    def damage(folder):
-        file = folder / "model.safetensors"
-        file.write_bytes(change(file.read_bytes()))
-
-    return damage
-
-
-def with_index(content):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
+def with_file(name, content):
+    return lambda folder: (folder / name).write_text(content)
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -216,12 +209,12 @@ DAMAGES = [
     (with_tensors(lambda t: t.update(adapter=t[QUERY])), "adapter"),
     (with_tensors(lambda t: t.update({QUERY: t[QUERY][:, :3]})), QUERY),
     (with_tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), "int32"),
-    (with_bytes(lambda content: content[:-100]), "model.safetensors"),
-    (with_bytes(lambda content: b""), "model.safetensors"),
+    (lambda d: os.truncate(d / "model.safetensors", 1000), "model.safetensors"),
+    (with_file("model.safetensors", ""), "model.safetensors"),
     (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pytorch_model.bin"),
-    (with_index({QUERY: "../x"}), "index.json"),
-    (with_index({QUERY: "y"}), "y"),
-    (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    *((with_file("model.safetensors.index.json", json.dumps({"weight_map": {QUERY: name}})), word)
+      for name, word in (("../x", "index.json"), ("y", "y"))),
+    (with_file("config.json", "{"), "config.json"),
     *((with_fields(**fields), word) for fields, word in (
         ({"logit_softcap": 30.0}, "logit_softcap"), ({"logit_scale": 0}, "logit_scale"),
         ({"is_causal": False}, "is_causal"), ({"hidden_act": "gelu"}, "hidden_act"),
@@ -288,12 +281,6 @@ def test_a_token_of_a_loaded_model_reads_as_many_as_its_window_has(tmp_path):
     np.testing.assert_array_equal(reads, np.minimum(3, np.arange(8) + 1))
 
 
-def test_rotary_positions_of_a_llama_are_those_of_transformers():
-    plain = read_config(FAMILIES["llama"], SIZES)
-    for fields in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
-        assert read_config(FAMILIES["llama"], SIZES | fields) == plain  # which reads no such field
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 STRETCHED = RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0)
@@ -334,6 +321,8 @@ ROPES = {
     "longrope with a factor of rotated channels": (
         {"rope_parameters": LONG | {"factor": 2.0, "original_max_position_embeddings": 4, "attention_factor": 1.5}},
         RopeConfig(1.0, "longrope", 2.0, 4, mscale=2.5, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))),
+    "a share of the channels, which a Llama does not read": ({"partial_rotary_factor": 0.5}, None),
+    "the same share beside the base": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, None),
     "gpt-oss's bounds": ({"rope_scaling": YARN | {"truncate": False}}, dataclasses.replace(STRETCHED, truncate=False)),
 }  # fmt: skip
 
@@ -489,21 +478,17 @@ def test_a_base_of_wavelengths_may_be_a_large_integer():
     np.testing.assert_array_equal(ours, same)
 
 
-def test_a_damaged_tokenizer_is_named(tmp_path):
-    write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA))
-    (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.warns(UserWarning, match=r"BOS is not known: .*tokenizer\.json"):
-        loaded = orthojax.load(tmp_path / "model")
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        require_tokenizer(loaded)
-
-
-def test_the_tokenizer_comes_along(tmp_path):
+def test_the_tokenizer_comes_along_and_a_damaged_one_is_named(tmp_path):
     write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA), ByteTokenizer())
     eos = ByteTokenizer().eos_id
     assert orthojax.load(tmp_path / "model").tokenizer == dataclasses.replace(ByteTokenizer(), stop_ids=(eos,))
     given = json.loads((tmp_path / "model/config.json").read_text())
     assert (given["bos_token_id"], given["eos_token_id"]) == (ByteTokenizer().bos_id, eos)
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"BOS is not known: .*tokenizer\.json"):
+        loaded = orthojax.load(tmp_path / "model")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        require_tokenizer(loaded)
 
 
 def test_the_export_of_the_guide(tmp_path, monkeypatch):
