@@ -120,6 +120,13 @@ def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance,
     return output, slopes
 
 
+def assert_near(found, expected, tolerance=1e-5):
+    """Bounds differences relative to the largest number of each array, or to 1."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
+
+
 # Stand-ins for cuDNN's kernels: the flash algorithm's formulas. What cuDNN need not write is NaN here.
 
 

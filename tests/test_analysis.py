@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import drawn_params
+from tiny_run import assert_trees_close, drawn_params
 
 from orthojax import analysis, ops
 from orthojax.config import Config
 from orthojax.model import LoadedModel, Transformer, gpt2
 
 L, B, N, T, D, V = 3, 8, 2, 6, 16, 5
+assert_same = partial(assert_trees_close, rtol=1e-5, atol=1e-6)
 
 
 @cache
@@ -366,12 +367,6 @@ CASES = {
     "predictors": observe_predictors,
     "risks": observe_risks,
 }
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        np.testing.assert_allclose(value, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,11 @@ from attention_oracle import NORMALIZERS, check_definition, cudnn_stand_ins, nor
 from orthojax.ops import attention_logits, attention_weights, dot_product_attention, visible_keys, weighted_values
 from orthojax.ops.attention import relaxed_causal_mask, xla
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 B, T, S, N, H = 2, 5, 7, 4, 8
 IMPLEMENTATIONS = ["xla", "xla_chunked"]
 ALL_IMPLEMENTATIONS = [*IMPLEMENTATIONS, "cudnn", "splash"]
 _slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget_what_was_compiled():
-    yield
-    jax.clear_caches()
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import SINK as SINK64
+from attention_oracle import assert_near, cudnn_stand_ins, normal, qkv
 from attention_oracle import attend_by_cudnn as _attend
-from attention_oracle import cudnn_stand_ins, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
@@ -22,15 +22,10 @@ from thinned import quick_and_slow
 from orthojax.ops.attention import cudnn, dot_product_attention
 from orthojax.ops.attention.cudnn_kernel import private_module
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 B, N, H = 2, 4, 8
 SINK = jnp.asarray(SINK64, jnp.float32)
 LENGTHS = {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([6, 3], np.int32)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget_what_was_compiled():
-    yield
-    jax.clear_caches()
 
 
 @pytest.fixture
@@ -47,13 +42,6 @@ def results(attend, weights, *arrays):
     """Returns output and gradients."""
     output, pullback = jax.vjp(attend, *arrays)
     return output, pullback(jnp.asarray(weights, output.dtype))
-
-
-def assert_near(found, expected, tolerance=1e-5):
-    """Bounds differences relative to the largest number of each array, or to 1."""
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
 
 
 # Meshes.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attend_by_splash, check_definition, normal, qkv
+from attention_oracle import assert_near, attend_by_splash, check_definition, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
@@ -70,11 +70,6 @@ def step(*arguments, function=causal):
 @pytest.fixture(scope="module")
 def unsharded():
     return jax.jit(step)(*BATCH)
-
-
-def assert_near(got, expected):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def auto_mesh(shape, names):

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiny_run import drawn_params
 
 from orthojax import quant
 from orthojax.config import ModelConfig
-from orthojax.model import Transformer, parameter_shapes
+from orthojax.model import Transformer
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.train.step import loss_sum_nats
 
@@ -299,15 +300,9 @@ MODELS = {
 TOKENS = np.random.default_rng(3).integers(0, 24, (4, 12))
 
 
-def _params(config):
-    shapes = parameter_shapes(config)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), shapes)
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relaxed" else pytest.mark.slow) for n in MODELS])
 def test_chunks_change_no_gradient_of_a_model(name):
-    config, params = MODELS[name], _params(MODELS[name])
+    config, params = MODELS[name], drawn_params(MODELS[name], 0.3)
     loss = lambda params, positions: loss_sum_nats(Transformer(config), params, TOKENS, positions)  # noqa: E731
     step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
     (plain, count), expected = step(params, None)
@@ -321,7 +316,7 @@ def test_chunks_change_no_gradient_of_a_model(name):
 
 @pytest.mark.parametrize("include", ["", quant.ALL_BUT_HEAD])
 def test_quantised_models_may_be_chunked(include):
-    config, params = MODELS["untied"], _params(MODELS["untied"])
+    config, params = MODELS["untied"], drawn_params(MODELS["untied"], 0.3)
 
     def loss(chunk_positions, include):
         model = Transformer(config, linear=quant.quantized_linear(quant.INT8_COARSE, include=include))

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from absl import flags
 from matplotlib import pyplot as plt
-from small_runs import cpu_environment, python
+from small_runs import cpu_environment, python, times
 from test_paper_tables import made_up
 from tiny_run import TINY
 
@@ -71,11 +71,6 @@ def language_models(home):
 
 def run(study, workdir, home, seeds=(0,), **more):
     return run_study(study, "tiny", seeds, workdir, runs_dir=home / "runs", cache_dir=home / "data", **more)
-
-
-def times(folder):
-    """Returns when each file of a folder was written."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def steps_logged(folder):
