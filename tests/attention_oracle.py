@@ -110,14 +110,22 @@ def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance,
     empty = (expected == 0.0).all(-1)
     assert all((np.asarray(array)[empty] == 0.0).all() for array in (output, *slopes[:1]))
     for i, gradient in enumerate(slopes):
-        direction = normal(*gradient.shape, seed=7 + i)
-        ends = ([*point[:i], point[i] + step * direction, *point[i + 1 :]] for step in (1e-5, -1e-5))
-        up, down = (np.vdot(weights, call(reference, end, options)) for end in ends)
-        terms = np.asarray(gradient, np.float64) * direction
-        assert np.isfinite(terms).all()
-        assert np.abs(terms).sum() > 0.01, i
-        assert abs((up - down) / 2e-5 - terms.sum()) < slope_tolerance * (np.abs(terms).sum() + 0.1), i
+        loss = lambda a, i=i: np.vdot(weights, call(reference, [*point[:i], a, *point[i + 1 :]], options))  # noqa: E731
+        assert_slope(loss, point[i], gradient, slope_tolerance, str(i), least=0.1)
     return output, slopes
+
+
+def assert_slope(loss, point, gradient, tolerance, name="", least=0.0):
+    """Holds a gradient to the difference of a loss in float64 NumPy along a random direction; both may be trees."""
+    rng = np.random.default_rng(7)
+    direction = jax.tree.map(lambda a: rng.choice([-1, 1], np.shape(a)) * rng.uniform(0.5, 1.5, np.shape(a)), point)
+    ends = (jax.tree.map(lambda a, d, h=h: np.float64(a) + h * d, point, direction) for h in (1e-5, -1e-5))
+    up, down = map(loss, ends)
+    terms = jax.tree.map(lambda g, d: (np.float64(g) * d).ravel(), gradient, direction)
+    terms = np.concatenate(jax.tree.leaves(terms))
+    assert np.isfinite(terms).all(), name
+    assert np.abs(terms).sum() > 0.01, name
+    assert abs((up - down) / 2e-5 - terms.sum()) < tolerance * (np.abs(terms).sum() + least), name
 
 
 def assert_near(found, expected, tolerance=1e-5):

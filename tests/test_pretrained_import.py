@@ -16,16 +16,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers as hf
-from model_oracle import stacked_params
+from model_oracle import CONFIGS, stacked_params
 from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 import orthojax
 from orthojax import pretrained, quant
-from orthojax.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from orthojax.config import Config, ExpertsConfig, LatentConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
-from orthojax.model import LoadedModel, Transformer, bigram_backcopy, gpt2, llama2
+from orthojax.model import LoadedModel, Transformer, gpt2, llama2
 from orthojax.ops import rotary_frequencies
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
 from orthojax.pretrained.configs import read_config, write_config
@@ -87,12 +87,8 @@ KINDS = {
                experts=ExpertsConfig(num_experts=6, d_expert=3, groups=3, groups_per_token=2)),
         "deepseek_v2",
     ),
-    "softmax-1, unrolled": (ModelConfig(**UNROLLED, normalizer="softmax1", gated_attention=True), "orthojax"),
-    "projected embeddings": (gpt2("tiny", **SMALL, embedding_projection=True), "orthojax"),
-    "learned sinks": (llama2("tiny", **SMALL, normalizer="learned_sink", use_bias=True), "orthojax"),
-    "layers differ": (bigram_backcopy(**UNROLLED, attention=(False, True), mlp=("linear", "relu")), "orthojax"),
-    "DeepSeek with softmax-1": (llama2("tiny", **UNROLLED, latent=LatentConfig(5, d_rotary=2), mlp="experts",
-                                       experts=ExpertsConfig(), normalizer="softmax1"), "orthojax"),
+    **{name: (CONFIGS[name], "orthojax") for name in (
+        "rich", "layers differ", "projected embeddings", "latent attention and experts", "gated relu")},
 }  # fmt: skip
 
 
@@ -100,7 +96,7 @@ def unrolled(params):
     return orthojax.model.unstack_layers(params) if "layers" in params else params
 
 
-SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "deepseek, scanned")
+SLOW = ("rich", "latent attention and experts", "qwen2 with windows", "deepseek, scanned")
 
 
 @pytest.mark.parametrize("name", quick_and_slow(KINDS, SLOW))
