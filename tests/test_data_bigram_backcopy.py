@@ -59,31 +59,21 @@ def small(**options):
     return BigramBackcopy.from_text(TEXT, 2, **options)
 
 
-# One program for each; the text has few characters, so that everything can be enumerated.
+# One program for each; the text has few characters, so that everything can be enumerated. Rule, another rule and its
+# probability, BOS tokens, position of the delimiter.
 CASES = {
-    "backcopy": {},
-    "backward": {"rule": "bigram_backward"},
-    "markov": {"rule": "markov", "bos_count": 0},
-    "skip": {"rule": "skip_bigram"},
-    "skip, not at triggers": {
-        **{"rule": "skip_bigram", "other_rule": "markov", "other_rule_probability": 1.0},
-        **{"bos_count": 2, "delimiter_position": 17},
-    },
-    "skip or in-context": {
-        "rule": "skip_bigram",
-        "other_rule": "in_context_bigram",
-        "other_rule_probability": 0.3,
-        "bos_count": 0,
-    },
-    "in-context": {"rule": "in_context_bigram", "bos_count": 2, "delimiter_position": 18},
-    "backcopy or in-context": {"other_rule": "in_context_bigram", "other_rule_probability": 0.3},
-    "in-context or backward": {
-        **{"rule": "in_context_bigram", "other_rule": "bigram_backward", "other_rule_probability": 0.4},
-        **{"bos_count": 0, "delimiter_position": 16},
-    },
+    "backcopy": ("backcopy", "markov", 0.0, 1, None),
+    "backward": ("bigram_backward", "markov", 0.0, 1, None),
+    "markov": ("markov", "markov", 0.0, 0, None),
+    "skip": ("skip_bigram", "markov", 0.0, 1, None),
+    "skip, not at triggers": ("skip_bigram", "markov", 1.0, 2, 17),
+    "skip or in-context": ("skip_bigram", "in_context_bigram", 0.3, 0, None),
+    "in-context": ("in_context_bigram", "markov", 0.0, 2, 18),
+    "backcopy or in-context": ("backcopy", "in_context_bigram", 0.3, 1, None),
+    "in-context or backward": ("in_context_bigram", "bigram_backward", 0.4, 0, 16),
 }
-
-
+OPTIONS = ("rule", "other_rule", "other_rule_probability", "bos_count", "delimiter_position")
+CASES = {name: dict(zip(OPTIONS, row, strict=True)) for name, row in CASES.items()}
 # Two of what others have one by one, or with another partner.
 QUICK_AND_SLOW = quick_and_slow(CASES, ["skip or in-context", "backcopy or in-context"])
 

@@ -324,16 +324,25 @@ def nested(path, leaf):
 
 @pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
 def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
-    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain."""
-    shape = {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
+    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain.
+
+    Each layer of stacked kernels [layers, in, out] is one for itself; vectors [layers, out] have two axes, too.
+    """
+    stacked = {"layers/mlp/input/kernel": "muon", "layers/mlp/input/bias": "adam"}
+    shape = {"layers": {"mlp": {"input": {"kernel": (3, 4, 8), "bias": (3, 8)}}}}
+    shape |= {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
     shape |= {"layers_0": TREE["layers_0"], "head": {"kernel": (4, 6)}}
+    sizes = {3: np.array([1.0, 1e-3, 30.0])}  # of the layers' gradients
     config = OptimConfig(
         optimizer="muon", momentum=0.7, b1=0.8, b2=0.95, eps=1e-6, learning_rate=0.01, clip_norm=None, warmup_steps=0,
         muon_embeddings=of_tables, rotation=RotationConfig(seed=0),
     )  # fmt: skip
 
     def gradients(seed):
-        draw = lambda shape: np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)  # noqa: E731
+        def draw(shape):
+            size = sizes.get(shape[0], np.ones(1)).reshape(-1, *(1,) * (len(shape) - 1))
+            return (size * np.random.default_rng([seed, *shape]).normal(size=shape)).astype(np.float32)
+
         return jax.tree.map(draw, shape, is_leaf=lambda x: isinstance(x, tuple))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -349,31 +358,15 @@ def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(
     own["orthoadam"] = optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION))
     labels = {path: of_tables or "adam" for path in by_path(seen[0])}
     labels |= {"layers_0/mlp/input/kernel": "muon", "head/kernel": of_tables or "muon"}
-    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"}
+    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"} | stacked
     found = by_path(updates(optimizer_of(config, 10), seen))
     for path, name in labels.items():
-        alone = [nested(path, by_path(gradient)[path]) for gradient in seen]
-        wanted = by_path(updates(optax.chain(own[name], rate), alone))[path]
-        np.testing.assert_allclose(found[path], wanted, rtol=1e-6, atol=1e-8, err_msg=f"{path} by {name}")
-
-
-def test_muon_updates_stacked_layers_as_single_ones():
-    """Kernels [layers, in, out] by Muon, each layer for itself; vectors [layers, out], which have two axes, by Adam."""
-    optimizer = optimizer_of(OptimConfig(optimizer="muon", momentum=0.7, learning_rate=0.01, warmup_steps=0), 10)
-    sizes = (1.0, 1e-3, 30.0)  # of the layers' gradients
-
-    @jax.jit
-    def updates(first, second):
-        state = optimizer.update(first, optimizer.init(first), first)[1]
-        return optimizer.update(second, state, first)[0]
-
-    by_step = [[jax.tree.map(lambda x, s=s: s * x, random_tree(10 * step + i)["layers_0"]) for i, s in enumerate(sizes)]
-               for step in range(2)]  # fmt: skip
-    stacked = updates(*({"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)} for layers in by_step))
-    single = updates(*({f"layers_{i}": layer for i, layer in enumerate(layers)} for layers in by_step))
-    for i in range(len(sizes)):
-        layer = jax.tree.map(lambda x, i=i: x[i], stacked["layers"])
-        assert_trees_close(layer, single[f"layers_{i}"], rtol=1e-4, atol=1e-7)
+        leaves = [by_path(gradient)[path] for gradient in seen]
+        layers = zip(*leaves, strict=True) if path in stacked else [leaves]
+        wanted = [by_path(updates(optax.chain(own[name], rate), [nested(path, x) for x in of]))[path] for of in layers]
+        wanted = np.stack(wanted) if path in stacked else wanted[0]
+        tolerances = {"rtol": 1e-4, "atol": 1e-7} if path in stacked else {"rtol": 1e-6, "atol": 1e-8}
+        np.testing.assert_allclose(found[path], wanted, **tolerances, err_msg=f"{path} by {name}")
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-20, 0.0])
