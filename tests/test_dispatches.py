@@ -102,17 +102,6 @@ def test_nor_however_a_step_is_computed(tmp_path, changes):
     assert lines(tmp_path / "5") == lines(tmp_path / "1")
 
 
-def test_nor_if_they_draw_from_a_task(tmp_path):
-    (tmp_path / "text").write_text("the cat sat on the mat. " * 20)
-    task = {"data.kind": "bigram_backcopy", "data.paths": (str(tmp_path / "text"),), "data.seed": 2**32 - 1}
-    found = []
-    for most in (1, 4):
-        config = of(most, **task)
-        train(config, training.open_inputs(config, tmp_path), tmp_path / f"{most}")
-        found.append(everything(tmp_path / f"{most}"))
-    assert found[0] == found[1]
-
-
 # What happens within a dispatch.
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from absl import flags
 from matplotlib import pyplot as plt
-from small_runs import cpu_environment, python, times
+from small_runs import cpu_environment, times
 from test_paper_tables import made_up
 from tiny_run import TINY
 
@@ -449,16 +449,6 @@ def test_every_study_has_what_claims_and_tables_name(study):
     assert all(of.says and (of.criterion or of.unmeasured) for of in study.claims)
 
 
-def test_studies_are_listed(tmp_path):
-    shown = python("-m", "orthojax", "reproduce", "--list")
-    lines = [line for line in shown.stdout.splitlines() if not line.startswith("    published: --scale=")]
-    assert len(lines) == len(catalog.ALL)
-    assert all(study.title in shown.stdout for study in catalog.ALL)
-    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed, summed over its runs (20" in shown.stdout
-    assert "--seeds=0,1,2: 0.566 seconds a seed" in shown.stdout
-    assert [line.split()[0] for line in lines if line.endswith("; needs --model=NAME=PATH")] == ["table7"]
-
-
 def reproduced(*arguments):
     """Runs the command in this process."""
     before = set(flags.FLAGS)
@@ -470,6 +460,17 @@ def reproduced(*arguments):
     finally:
         flags.FLAGS.unparse_flags()
         flags.FLAGS.remove_flag_values(own)
+
+
+def test_studies_are_listed(capsys):
+    reproduced("--list")
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if not line.startswith("    published: --scale=")]
+    assert len(lines) == len(catalog.ALL)
+    assert all(study.title in shown for study in catalog.ALL)
+    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed, summed over its runs (20" in shown
+    assert "--seeds=0,1,2: 0.566 seconds a seed" in shown
+    assert [line.split()[0] for line in lines if line.endswith("; needs --model=NAME=PATH")] == ["table7"]
 
 
 @pytest.mark.parametrize(

@@ -474,10 +474,10 @@ def test_a_setting_that_does_not_fit_is_refused():
 
 def test_further_settings_are_all_that_they_say():
     model = loaded(CONFIG, drawn_params(CONFIG.model, 0.5))
-    settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4", "fp8_e4m3_block128", "nvfp4")}
+    settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4")}  # they differ in keys and values
     found = training.rounded_perplexities(model, inputs(), settings)
     assert list(found) == [f"perplexity_{name}" for name in settings]
-    assert len(set(found.values())) == 4  # w4a4kv4 differs from w4a4 in keys and values alone
+    assert len(set(found.values())) == 2
     assert all(map(math.isfinite, found.values()))
 
 
@@ -549,6 +549,9 @@ def test_a_task_is_drawn_by_the_step_itself(tmp_path):
     assert len(data.batch(0)) == 4
     assert not np.array_equal(data.batch(0), data.evaluation[:4])
     expected = train(config, data._replace(task=None), tmp_path / "given")
+    drawn = (train(replace(config, {"train.steps_per_dispatch": n}), data, tmp_path / f"{n}") for n in (1, 2))
+    assert bits(next(drawn)) == bits(next(drawn))
+    assert lines(tmp_path / "1") == lines(tmp_path / "2")
     on_mesh = replace(config, {"mesh.data": 2, "mesh.tensor": 2})
     assert_trees_close(train(on_mesh, data, tmp_path / "drawn").params, expected.params, rtol=1e-5, atol=1e-6)
     tiny_run.assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
