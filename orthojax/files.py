@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,28 +65,32 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
       OSError: With the name of the file, which the error of a full disk lacks.
     """
     _remove_orphans(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            locked = try_lock(file)  # so that no other process takes it for an orphan
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut leaves an empty file under the new name
-            if locked:
+    done = False
+    while not done:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("xb") as file:
+                locked = try_lock(file)  # so that no other process takes it for an orphan
+                if locked is False or not temporary.exists():  # one just did
+                    continue
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut leaves an empty file under the new name
+                if locked:
+                    temporary.replace(path)
+            if not locked:  # Windows cannot rename an open file
                 temporary.replace(path)
-        if not locked:  # Windows cannot rename an open file
-            temporary.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+            done = True
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _remove_orphans(path: Path) -> None:
     for left in map(Path, glob.glob(f"{glob.escape(str(path.parent))}/.{glob.escape(path.name)}.*-*.tmp")):
         with contextlib.suppress(OSError), left.open("ab") as file:
-            # One second, since another process may have just created it and is about to lock it.
-            if time.time() - left.stat().st_mtime > 1 and try_lock(file):
+            if try_lock(file):
                 left.unlink()
 
 
@@ -265,6 +269,48 @@ def try_lock(file: IO) -> bool | None:
     except OSError:  # some network file systems
         return None
     return True
+
+
+def is_at(path: Path, file: IO) -> bool:
+    """Returns whether an open file is still the one under its path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def folder_of_one(folder: Path, what: str) -> Iterator[IO]:
+    """Creates a folder and holds its file `.lock`, which it yields; `what` names the folder in messages.
+
+    Raises:
+      UserError: If another process has it, or as for `make_folder`.
+    """
+    make_folder(folder, what, files=[".lock"])
+    with (folder / ".lock").open("a") as file:
+        if try_lock(file) is False:
+            problem = f"another process is working in {what} {folder}"
+            raise UserError(problem, allowed="another folder, or to wait until it ends")
+        yield file
+
+
+@contextlib.contextmanager
+def one_writer(path: Path) -> Iterator[None]:
+    """Lets one process at a time make a file; the others wait, and say so on stderr.
+
+    On a file system without locks, nobody waits.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        with lock.open("a") as file:
+            if try_lock(file) is not False and is_at(lock, file):
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
+                return
+        say_once(f"waiting for another process, which makes {path}")
+        time.sleep(0.2)
 
 
 def require_utf8(path: Path, what: str) -> None:

@@ -22,6 +22,8 @@ def find_place(path: str | Path) -> Path:
     Raises:
       UserError: If there is none.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"a model's path of type {type(path).__name__}", allowed=_MODELS)
     found = locate(path)
     if is_pretrained(found):
         return found

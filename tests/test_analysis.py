@@ -575,8 +575,15 @@ def test_measuring_compiles_once_for_all_batches(loaded):
     traced = len(calls)
     analysis.measure(loaded, parts, counting)
     assert 1 <= len(calls) == traced
-    with pytest.raises(ValueError, match="no batches"):
-        analysis.measure(loaded, [], analysis.observe_language_model)
+    for arguments, says in (
+        (([], counting), "no batches"),
+        ((TOKENS, None), "observe of type NoneType"),
+        ((5, counting), "batches of type int"),
+        ((["ab"], counting), "a batch of str; allowed: tokens"),
+        ((parts, counting, {"head_scale": 1}), "interventions: dict"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=says):
+            analysis.measure(loaded, *arguments)
 
 
 @pytest.mark.parametrize("attention", [(True, False), (False, True), (False, False)])

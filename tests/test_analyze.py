@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from tiny_run import loaded as tiny_loaded
 
 from orthojax.cards import measure_model, read_rows, read_token_ids
 from orthojax.cards.page import attention_picture
+from orthojax.commands import analyze
 from orthojax.commands.analyze import checkpoint_series
 from orthojax.commands.cli import named_paths
 from orthojax.config import ModelConfig, replace
@@ -234,6 +237,18 @@ def test_checkpoints_of_run_are_a_series_by_step(models):
     assert checkpoint_series(str(checkpoints)) == wanted
     with pytest.raises(UserError, match="planted"):
         checkpoint_series(str(models / "planted"))
+
+
+def test_models_of_two_shapes_are_no_series(models, tmp_path, monkeypatch):
+    for step in ("1000", "2000"):
+        shutil.copytree(models / "run/checkpoints/5", tmp_path / step)
+    config = tmp_path / "2000/config/metadata"
+    config.write_text(config.read_text().replace('"d_mlp": ', '"d_mlp": 1'))
+    given = {"model": [str(tmp_path)], "checkpoints": True, "heads": ["0.0"], "stride": 0, "token_ids": "", "text": []}
+    more = {"settings": [], "quick": True, "card": [], "length": 0}
+    monkeypatch.setattr(analyze, "FLAGS", SimpleNamespace(**given, **more))
+    with pytest.raises(UserError, match=r"models in .* differ: 1000, 2000"):
+        analyze.main([])
 
 
 @pytest.mark.parametrize("given", ["a=x,a=y", "a=", "../a=x"])

@@ -1,6 +1,7 @@
 """Extremes in closed form, and the card of a model: its stages, its schema, its tables."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from orthojax import analysis, cards, quant, train
 from orthojax.cards.page import comparison, report
 from orthojax.commands import analyze, evaluate
 from orthojax.errors import UserError
+from orthojax.files import folder_of_one
 from orthojax.report import figures
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +128,9 @@ def test_a_card_has_its_schema_and_names_the_planted_outlier(models, tmp_path): 
     page = report({"planted": measured}, ["ids"], [])
     assert "at each format" in page.tables[1].caption
     assert {"planted_sqnr", "planted_heads"} <= {picture.name for picture in page.pictures}
+    assert "equal logits" not in str(page.sentences)
+    blank = measured._replace(metrics=measured.metrics | {"loss_nats": math.log(16)})
+    assert "the loss is that of equal logits" in str(report({"planted": blank}, ["ids"], []).sentences)
     again = cards.measure(loaded, settings, plan, cards.Stages(tmp_path, "x"))  # from the stages
     assert again.metrics == measured.metrics
 
@@ -145,6 +150,8 @@ def test_python_returns_the_card_that_the_command_writes(models, tmp_path, monke
     for command in (analyze, evaluate):
         monkeypatch.setattr(command, "FLAGS", SimpleNamespace(**given, **others, **written))
     analyze.main([])
+    with folder_of_one(tmp_path, "workdir"), pytest.raises(UserError, match="another process is working"):
+        analyze.main([])
     (by_command,) = cards.read_cards(tmp_path / "card.json")
     rows = np.load(ids)
     made = orthojax.card(orthojax.load(models / "run"), rows, name="tiny", source=str(models / "run"), quick=True)
@@ -163,6 +170,8 @@ def test_python_returns_the_card_that_the_command_writes(models, tmp_path, monke
         (np.zeros((2, 1), int), "two tokens"),
         (np.full((2, 9), 32), "token id 32"),
         (np.full((2, 9), 2**32), "token id 4294967296"),
+        (np.tril(np.arange(2, 18).reshape(4, 4)), "2 of 4 rows end with token 0 repeatedly"),
+        (np.array([[3, 3, 3, 1, 2], [5, 4, 3, 1, 2]], np.uint8), "1 of 2 rows begin with token 3"),
     ],
 )
 def test_rows_that_a_card_cannot_read_are_refused(models, rows, says):  # noqa: F811

@@ -54,6 +54,23 @@ def copy(finished, tmp_path):
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
+def test_a_step_that_training_removes_while_it_is_read_gives_way_to_the_newer(copy, monkeypatch):
+    read, steps = read_params, copy / "checkpoints"
+    (steps / "11").rename(copy / "newer")
+
+    def removed_meanwhile(folder):
+        if folder.name == "9":
+            (copy / "newer").rename(steps / "11")
+            shutil.rmtree(folder)
+        return read(folder)
+
+    monkeypatch.setattr("orthojax.train.loading.read_params", removed_meanwhile)
+    loaded = training.load(copy)
+    assert loaded.source == steps.absolute() / "11"
+    with pytest.raises(UserError, match="no such model"):
+        training.load(steps / "9")
+
+
 def test_checkpoints_are_found_and_have_plain_names(finished, monkeypatch):
     assert sorted(path.name for path in (finished[0] / "checkpoints").iterdir()) == ["11", "9", "metadata"]
     for where in ("", "checkpoints", "checkpoints/9"):

@@ -113,7 +113,7 @@ REFUSED = {
     "a warm-up of all steps": ("train", ["--config.train.steps=9"], ["optim.warmup_steps=100", "train.steps=9"]),
     "override without a value": ("train", ["--config.train.steps"], ["--config.train.steps", "VALUE"]),
     "override without a config": ("evaluate", ["--config.train.steps=3"], ["config"]),
-    "a flag file that is no text": ("train", ["--flagfile=binary"], ["--flagfile is not text"]),
+    "a flag file that is no text": ("train", ["--flagfile=binary"], ["--flagfile cannot be read"]),
     "an empty config": ("train", ["--config=", "--workdir=new"], ["--config= is empty"]),
     "an empty workdir": ("train", [*SMALL_RUN, "--workdir="], ["--workdir= is empty"]),
     "an empty list": ("analyze", ["--model=run", "--text="], ["--text= is empty"]),
@@ -173,6 +173,22 @@ def test_wrong_arguments_are_refused_and_write_nothing(trained, case):
     error = complaint(run(script, *arguments, cwd=trained))
     assert all(word in error for word in words), error
     assert snapshot(trained) == before
+
+
+OF_ABSL = {
+    "analyze --rows=abc": ["--rows=abc is not valid", "a non-negative integer"],
+    "analyze --quick=maybe": ["--quick=maybe", "true or false"],
+    "generate --temperature=hot": ["--temperature=hot is not valid", "a number"],
+    "generate --model": ["--model", "--FLAG=VALUE"],
+    "train --flagfile=nowhere": ["--flagfile", "nowhere", "a UTF-8 file"],
+}
+
+
+@pytest.mark.parametrize("case", OF_ABSL)
+def test_flags_that_absl_refuses_say_what_is_allowed(tmp_path, case):
+    error = complaint(run(*case.split(), cwd=tmp_path))
+    assert "allowed: " in error
+    assert all(word in error for word in OF_ABSL[case]), error
 
 
 BROKEN_CONFIGS = {

@@ -175,6 +175,7 @@ def test_control_characters_are_escaped_on_a_terminal(tmp_path):
 STOPPED = """
 import atexit, os, signal, time
 from orthojax.commands import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's jobs in the background do not have
 atexit.register(time.sleep, 600)  # as XLA's threads in the middle of a compilation
 def main(_):
     try:

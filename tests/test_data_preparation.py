@@ -3,9 +3,11 @@
 import hashlib
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -19,7 +21,7 @@ from orthojax.data.preparation import hold_out_by_text, open_token_file, sidecar
 from orthojax.data.sources import Document, Piece, Source
 from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer
 from orthojax.errors import UserError
-from orthojax.files import read_with_digest
+from orthojax.files import one_writer, read_with_digest
 
 TEXTS = [f"text {i} größer " * (1 + i % 7) for i in range(60)]
 SPLITS = ("train", "validation")
@@ -223,6 +225,31 @@ def test_killed_it_starts_over_without_half_files(tmp_path, seconds):
     prepared(tmp_path / "killed", tmp_path / "a.jsonl", splits=SPLITS)
     left = {name: content for name, content in contents(tmp_path / "killed").items() if name[0] != "."}
     assert left == contents(tmp_path / "whole")
+
+
+def test_two_at_once_do_not_mix_two_texts(text, tmp_path):
+    (tmp_path / "b.jsonl").write_text(lines(TEXTS * 2))
+    refused = []
+
+    def second():
+        try:
+            prepared(tmp_path / "out", tmp_path / "b.jsonl")
+        except UserError as error:
+            refused.append(str(error))
+
+    prepared(tmp_path / "other", text)
+    (tmp_path / "out").mkdir()
+    thread = threading.Thread(target=second)
+    with one_writer(tmp_path / "out/all.bin"):  # as the first, which is not ready
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        for path in (tmp_path / "other").iterdir():
+            shutil.copy(path, tmp_path / "out")
+    thread.join(30)
+    assert len(refused) == 1
+    assert "was created with a different source" in refused[0]
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
 
 
 def test_a_failure_leaves_nothing_behind(text, tmp_path):

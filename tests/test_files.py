@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,47 @@ def test_messages_do_not_steer_the_terminal():
     error = UserError("no a", allowed="\x1b[31mred\r\x9b", hint="c")
     assert str(error).splitlines() == ["no a", "allowed: \\x1b[31mred\\r\\x9b", "c"]
     assert str(UserError("/tmp/\u00e9 e.txt", hint="c")) == "/tmp/\u00e9 e.txt\nc"
+
+
+def test_what_a_killed_process_left_is_removed_at_once_and_what_is_being_written_stays(tmp_path):
+    left, written = (tmp_path / f".a.json.{i}-0.tmp" for i in range(2))
+    left.touch()
+    with written.open("wb") as file:
+        assert files.try_lock(file)
+        files.write_text(tmp_path / "a.json", "{}")
+        assert sorted(tmp_path.iterdir()) == [written, tmp_path / "a.json"]
+
+
+def test_a_file_that_another_process_takes_for_left_over_is_begun_again(tmp_path, monkeypatch):
+    def try_lock(file):
+        if not taken:  # as by another process, between its creation and its lock
+            taken.append(Path(file.name).unlink())
+        return lock(file)
+
+    taken, lock = [], files.try_lock
+    monkeypatch.setattr(files, "try_lock", try_lock)
+    files.write_text(tmp_path / "a.json", "{}")
+    assert taken
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_one_process_makes_a_file_and_has_a_folder(tmp_path, capsys):
+    made = []
+
+    def make():
+        with files.one_writer(tmp_path / "a"):
+            made.append(len(made))
+
+    with files.one_writer(tmp_path / "a"):
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert not made
+    thread.join(10)
+    assert made == [0]
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.count("waiting for another process") == 1
+    with files.folder_of_one(tmp_path / "b", "workdir"), pytest.raises(UserError, match="another process is working"):
+        with files.folder_of_one(tmp_path / "b", "workdir"):
+            pass

@@ -207,7 +207,9 @@ def with_cache(_, rows, length, tokens=TOKENS, **options):
     (lambda _, prompt, options: stream(loaded(PLAIN), prompt, **{"steps": 4} | options), [
         ([1, 11], {}, "no token 11"), ([0.5], {}, "float64"), ([1], {"temperature": -1.0}, "temperature=-1.0"),
         ([1], {"top_p": 1.1}, "top_p=1.1"), ([1], {"steps": 0}, "steps=0"), ([1], {"steps": 17}, "the model has 16"),
-        ([1], {"seed": -1}, "seed=-1"), ([1], {"window": 0}, "window=0"), ([1], {"sinks": 2}, "sinks=2")]),
+        ([1], {"seed": -1}, "seed=-1"),
+        ([1], {"steps": 2.0}, "steps=2.0"), ([1], {"top_p": [1]}, "top_p=[1]"),
+        ([1], {"window": 0}, "window=0"), ([1], {"sinks": 2}, "sinks=2")]),
     (lambda _, prompts: generate(loaded(PLAIN), prompts, 2), [
         ([[1], [2, 10**6]], "no token 1000000"), ([TOKENS[:2, :3], TOKENS[:1, :5]], "shapes")]),
     (lambda _: stream(loaded(RELAXED), [1, 2, 3], 2), "at least 4 tokens"),

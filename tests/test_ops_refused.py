@@ -26,8 +26,16 @@ FUNCTIONS = [
     (lambda _, width, *where: rotary(jnp.zeros((4, 1, width)), *where), [
         (2, jnp.arange(5), "positions (5,)"), (2, jnp.arange(4), -1.0, "theta=-1.0"), (5, jnp.arange(4), "width")],
      ValueError),
+    (lambda _, function, *what: function(*what), [
+        *((function, what, f"of type {type(what).__name__}; allowed: an array of real numbers")
+          for function in (orthojax.softmax1, orthojax.kurtosis, quantize.absmax, statistics.norm)
+          for what in ("x", None, {}, lambda: 0, [[1], [1, 2]], 10**400)),
+        *((function, X, axis, f"{axis!r} of an array with 2 axes")
+          for function in (orthojax.softmax1, orthojax.kurtosis, statistics.norm_ratio)
+          for axis in ("x", 2, -3, 0.5, (0, 0), b"x", True)),
+        (orthojax.softmax1, X, -1, "x", "where of type str")], ValueError),
     (lambda _: yarn_frequencies(8, 1.0, 4.0, 64), "theta=1.0", ValueError),
-    (lambda _: statistics.kurtosis(jnp.zeros(3, jnp.complex64)), "complex64; allowed: real", ValueError),
+    (lambda _: statistics.kurtosis(jnp.zeros(3, jnp.complex64)), "complex64; allowed: an array of real", ValueError),
     (lambda _, dtype, axis, kind: orthogonal.fixed_transform(jnp.zeros((4, 1, 2), dtype), axis, kind=kind), [
         (float, 0, "dtc", "'dtc'"), (float, -1, "hadamard", "axis=-1"), (int, 0, "dct", "int32")], ValueError),
     (lambda _, *how: quantize.absmax(X, *how), [
@@ -37,7 +45,7 @@ FUNCTIONS = [
         ("absmax", 1, "bits=1"), ("absmax", 9, "bits=9"), ("abs_max", 8, "'abs_max'")], ValueError),
     (lambda _, function, *how: function(X, *how), [
         (function, axis, f"axis={axis}") for function in (quantize.mxfp4, quantize.nvfp4) for axis in (5, -3, 0.5)]
-     + [(quantize.e4m3, 2, 4, "axis=2"), *((quantize.e4m3, -1, block, f"block={block}") for block in (0, 2.5))],
+     + [(quantize.e4m3, 2, 4, "axes=2"), *((quantize.e4m3, -1, block, f"block={block}") for block in (0, 2.5))],
      ValueError),
     (lambda _, function: function(X.astype(int)), [
         (function, "int") for function in (quantize.zeropoint, quantize.e4m3, quantize.mxfp4, quantize.nvfp4)],

@@ -40,7 +40,13 @@ ROTATIONS = [
     (lambda _, hyperparameter: optim.scale_by_orthoadam(**hyperparameter), [
         (wrong, (f"{next(iter(wrong))}=", "allowed")) for wrong in (
             {"b1": 1.0}, {"b2": 1.5}, {"b1": -0.1}, {"b2": np.nan}, {"eps": -1e-8}, {"eps": np.inf},
-            {"eps_root": -1.0}, {"nu_dtype": "int8"}, {"mu_dtype": jnp.int32})], ValueError),
+            {"eps_root": -1.0}, {"nu_dtype": "int8"}, {"mu_dtype": jnp.int32},
+            {"mu_dtype": "x"})], ValueError),
+    (lambda _, wrong: optim.orthoadam(**{"learning_rate": 0.1} | wrong), [
+        (wrong, (next(iter(wrong)), "allowed")) for wrong in (
+            {"b1": "x"}, {"eps": [1e-8]}, {"learning_rate": "x"}, {"learning_rate": np.nan}, {"learning_rate": 10**400},
+            {"weight_decay": {}},
+            {"weight_decay": np.ones(2)}, {"mask": "x"}, {"mask": {"a": 1}})], ValueError),
     (lambda _, *schedule: optim.warmup_cosine(*schedule), [
         (1.0, 5, 4, 0.0, "allowed"), (1.0, 0, 4, 1.5, "allowed")], ValueError),
 ]  # fmt: skip

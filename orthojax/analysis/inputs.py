@@ -5,12 +5,14 @@ import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from orthojax.ops.statistics import real_array
+
 _LOWEST_WEIGHT = -0.18  # of GELU attention; of logits many are lower
 
 
 def of_one_layer(array: ArrayLike, what: str, axes: str, **at_least: int) -> jax.Array:
     """Checks the number of axes of an array, such as "B, T, D", and the least sizes of some of them, such as T=2."""
-    array, names = jnp.asarray(array), axes.split(", ")
+    array, names = real_array(array, what), axes.split(", ")
     sizes = dict(zip(names, array.shape, strict=False))
     if array.ndim != len(names) or any(sizes[name] < least for name, least in at_least.items()):
         least = "".join(f", {name} >= {size}" for name, size in at_least.items())

@@ -312,13 +312,22 @@ def measure(
       What was observed; with `output` or `apply` the pair (observed, output).
 
     Raises:
-      ValueError: Without batches; for interventions whose shapes do not fit.
+      ValueError: Without batches; for batches that are no integers, or interventions whose shapes do not fit.
+      TypeError: For arguments of another type.
     """
+    if not callable(observe) or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
+        problem = f"batches of type {type(batches).__name__}, observe of type {type(observe).__name__}"
+        raise TypeError(f"{problem}; allowed: an iterable, and a function")
     mesh, total = mesh_of(loaded.params), None
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         for batch in batches:
             tokens, *extra = batch if isinstance(batch, tuple) else (batch,)
+            if not jnp.issubdtype(getattr(tokens, "dtype", None) or object, jnp.integer):
+                problem = f"a batch of {getattr(tokens, 'dtype', type(tokens).__name__)}"
+                raise ValueError(f"{problem}; allowed: tokens, integers [B, T], or (tokens, *extra)")
             given = interventions(tokens, *extra) if callable(interventions) else interventions
+            if not isinstance(given, Interventions | None):
+                raise TypeError(f"interventions: {type(given).__name__}; allowed: orthojax.Interventions, or None")
             new = _apply(loaded.model, observe, output, apply, loaded.params, given, tokens, *extra)
             total = new if total is None else tuple(join(a, b) for a, b in zip(total, new, strict=True))
     if total is None:

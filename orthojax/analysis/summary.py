@@ -113,7 +113,7 @@ def _layers(given: Any, words: str, layer: str) -> list[jax.Array]:
         if not hasattr(given, "shape"):
             raise ValueError(f"{words} are a {type(given).__name__}; {allowed}")
         given = [given] if len(given.shape) == ndim else given
-        if len(np.shape(given[0])) != ndim:
+        if len(np.shape(given)) != ndim + 1 and not isinstance(given, list):
             raise ValueError(f"{words} {list(given.shape)}; {allowed}")
     for i, of in enumerate(given):
         if not hasattr(of, "shape") or len(of.shape) != ndim:

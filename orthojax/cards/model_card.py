@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from orthojax import analysis
+from orthojax import analysis, quant
 from orthojax.cards.measures import Measured, Settings, Stages, default_settings, measure, plan, prepared
-from orthojax.cards.text import rows_of_ids
+from orthojax.cards.text import require_unpadded, rows_of_ids
 from orthojax.errors import UserError
 from orthojax.files import check_digest, parse_json, require_file
 from orthojax.machine import environment
@@ -52,10 +52,23 @@ def card(
       A JSON object, described by docs/card.schema.json.
 
     Raises:
-      UserError: For rows of another shape or dtype, ids or a length that the model does not support, a model that is
-        not causal, or a setting that does not fit it; NonFiniteError if hidden states or loss are not finite.
+      UserError: For rows of another shape or dtype, padded ones, ids or a length that the model does not support, a
+        model that is not causal, or a setting that does not fit it; NonFiniteError if hidden states or loss are not.
     """
-    inputs = rows if isinstance(rows, Inputs) else rows_of_ids(np.asarray(rows), "token ids", loaded.tokenizer)
+    for argument, value in {"name": name, "source": source}.items():
+        if not isinstance(value, str):
+            raise UserError(f"{argument}={value!r}", allowed="a string")
+    for argument, value in {"quick": quick, "quantize_head": quantize_head}.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{argument}={value!r}", allowed="True or False")
+    if settings is not None and not (
+        isinstance(settings, Mapping) and all(isinstance(of, quant.QuantizationSetting) for of in settings.values())
+    ):
+        raise UserError(f"settings={settings!r}", allowed="name -> orthojax.quant.QuantizationSetting")
+    inputs = rows
+    if not isinstance(rows, Inputs):
+        inputs = rows_of_ids(np.asarray(rows), "token ids", loaded.tokenizer)
+        require_unpadded(inputs.evaluation, "token ids")
     loaded = prepared(loaded, inputs.evaluation.shape[1] - 1, batch_size)
     if settings is None:
         settings = default_settings(quick) if loaded.model.linear is linear else {}

@@ -1,5 +1,6 @@
 """Tables and pictures of measured models and of cards, and the page that `orthojax analyze` writes."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,10 @@ def report(
         config = model.config.model
         shape = f"{config.num_layers} layers of width {config.d_model}, {config.num_heads} heads"
         sentences.append(f"{name}: {shape}, {config.normalizer} attention.")
+        if math.isclose(model.metrics.get("loss_nats", 0.0), math.log(config.vocab_size), rel_tol=1e-6):
+            sentences.append(
+                f"{name}: the loss is that of equal logits, as of a head of zeros: ln {config.vocab_size}."
+            )
     metrics = {name: model.metrics for name, model in measured.items()}
     series = {"mean over layers": dict(zip(steps, metrics.values(), strict=True))} if steps else {}
     layers = {name: dict(enumerate(_by_layer(model))) for name, model in shown.items()}

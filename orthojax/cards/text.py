@@ -86,7 +86,26 @@ def read_token_ids(path: Path, tokenizer: Tokenizer | None = None, *, rows: int,
         most = ids.shape[1] - 1 if ids.ndim == 2 and ids.shape[0] and ids.shape[1] > 1 else 0
         allowed = f"--length={most} or less" if most else "a smaller --length"
         raise UserError(f"{path} holds {ids.shape}: no row of {width} tokens", allowed=allowed)
-    return rows_of_ids(ids[: rows or None, :width], f"{path.name} (token ids)", tokenizer)
+    require_unpadded(ids := ids[: rows or None, :width], str(path))
+    return rows_of_ids(ids, f"{path.name} (token ids)", tokenizer)
+
+
+def require_unpadded(ids: np.ndarray, source: str) -> None:
+    """Refuses padded batches, whose first token is no sink: no model here is given an attention mask.
+
+    Padding is an id that half of the rows or more begin with, or end with, several times, not equally often.
+
+    Raises:
+      UserError: With the id; `source` names the rows.
+    """
+    for side, row in (("begin", ids), ("end", ids[:, ::-1])):
+        ids_there, counts = np.unique(row[:, 0], return_counts=True)
+        for padding in ids_there[2 * counts >= len(row)]:
+            lengths = np.cumprod(row == padding, axis=1).sum(axis=1)
+            padded = lengths > 1
+            if 2 * padded.sum() >= len(row) and len(np.unique(lengths)) > 1:
+                problem = f"{source}: {padded.sum()} of {len(row)} rows {side} with token {padding} repeatedly"
+                raise UserError(f"{problem}: are they padded?", allowed="rows of equal length without padding")
 
 
 def rows_of_ids(ids: np.ndarray, source: str, tokenizer: Tokenizer | None = None) -> Inputs:

@@ -18,6 +18,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,11 @@ def checkpoint_series(run: str) -> dict[str, str]:
     raise UserError(f"--checkpoints: fewer than two in {run}", allowed="the workdir of a run with several")
 
 
-def _require_length(path: str) -> Path:
-    """Returns the path of a model; refuses, before any work, a --length that it does not support."""
+def _checked_config(path: str) -> Any:
+    """Returns the config of a model; refuses, before any work, a --length that it does not support."""
     from orthojax.train import find_model
 
-    place, config = find_model(path)
+    _, config = find_model(path)
     if config.model.position == "learned" and FLAGS.length > config.model.max_length:
         problem = f"--length={FLAGS.length} is longer than the positions of the model {path}"
         raise UserError(problem, allowed=f"1 to {config.model.max_length}")
@@ -83,7 +84,7 @@ def _require_length(path: str) -> Path:
     length = FLAGS.length or min(_LENGTH, config.data.sequence_length)
     if FLAGS.stride > length:
         raise UserError(f"--stride={FLAGS.stride} with rows of {length} tokens", allowed=f"1 to {length}")
-    return place
+    return config
 
 
 def _open(loaded: Any) -> tuple[Any, Any]:
@@ -138,7 +139,7 @@ def _attention(name: str, loaded: Any) -> list[Any]:
     return [attention_picture(loaded, name, np.array(ids, np.int32), _heads(), words)]
 
 
-def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any, dict[str, Any], list[Any]]:
+def _measure(name: str, path: str, workdir: Path, settings: Any) -> tuple[Any, dict[str, Any], list[Any]]:
     """Returns what was measured of a model, the provenance of its text, and pictures."""
     from tqdm import tqdm
 
@@ -147,7 +148,7 @@ def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any,
     from orthojax.files import identity, make_folder
     from orthojax.train import load
 
-    loaded, inputs = _open(load(place))
+    loaded, inputs = _open(load(path))
     pictures = _attention(name, loaded)  # first, since it may be refused
     settings = {} if inputs.task is not None else fitting(loaded, settings)
     options: Any = {"quick": FLAGS.quick or inputs.task is not None, "quantize_head": FLAGS.quantize_head}
@@ -163,7 +164,7 @@ def _measure(name: str, place: Path, workdir: Path, settings: Any) -> tuple[Any,
             bar.set_description(f"{name}: {[*plan, 'done'][list(plan).index(stage) + 1]}", refresh=False)
             bar.update()
 
-        subject = [__version__, identity(place, workdir), inputs.provenance, FLAGS.batch]
+        subject = [__version__, identity(loaded.source, workdir), inputs.provenance, FLAGS.batch]
         measured = cards.measure(loaded, settings, plan, cards.Stages(folder, subject, done))
     return measured, inputs.provenance, pictures
 
@@ -180,31 +181,43 @@ def main(_: list[str]) -> None:
     if FLAGS.token_ids:
         require_file(Path(FLAGS.token_ids), "file of token ids")
 
+    from orthojax.cards import read_cards
+    from orthojax.cards.measures import default_settings
+    from orthojax.files import folder_of_one
+    from orthojax.train import keep_compiled_programs
+
+    settings = named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
+    others = [card for path in FLAGS.card for card in read_cards(Path(path))]
+    configs = [_checked_config(path) for path in models.values()]
+    if FLAGS.checkpoints and len({config.model for config in configs}) > 1:
+        problem = f"--checkpoints: the models in {FLAGS.model[0]} differ: {', '.join(models)}"
+        raise UserError(problem, allowed="checkpoints of one run")
+    series = f"{Path(FLAGS.model[0]).name}_checkpoints"
+    workdir = Path(FLAGS.workdir or f"runs/analyze/{series if FLAGS.checkpoints else '-'.join(models)[:100]}")
+    keep_compiled_programs(FLAGS.compile_cache)
+    with folder_of_one(workdir, "workdir"):
+        _analyze(models, workdir, settings, others)
+
+
+def _analyze(models: Mapping[str, str], workdir: Path, settings: Any, others: Sequence[Any]) -> None:
+    """Measures models, name -> path, and writes their cards, arrays and page."""
     import numpy as np
 
     from orthojax import cards
-    from orthojax.cards.measures import default_settings
     from orthojax.cards.page import comparison, report
     from orthojax.files import make_folder, write_atomically, write_with_digest
     from orthojax.machine import environment
     from orthojax.report.page import print_report, write_report
-    from orthojax.train import keep_compiled_programs
 
+    make_folder(workdir / "arrays", "folder of arrays")
     command = " ".join(["orthojax", "analyze", *map(shlex.quote, sys.argv[1:])])
-    started, settings = time.monotonic(), named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
-    others = [of for path in FLAGS.card for of in cards.read_cards(Path(path))]
-    places = {name: _require_length(path) for name, path in models.items()}
-    series = f"{Path(FLAGS.model[0]).name}_checkpoints"
-    workdir = Path(FLAGS.workdir or f"runs/analyze/{series if FLAGS.checkpoints else '-'.join(models)[:100]}")
-    make_folder(workdir / "arrays", "workdir")
-    keep_compiled_programs(FLAGS.compile_cache)
+    started = time.monotonic()
     measured, data, drawn, made, machine = {}, [], {}, [], environment()
-    for name, place in places.items():  # one model in memory at a time
-        measured[name], text, drawn[name] = _measure(name, place, workdir, settings)
+    for name, path in models.items():  # one model in memory at a time
+        measured[name], text, drawn[name] = _measure(name, path, workdir, settings)
         data.append({"name": name, **text})
-        made.append(cards.make_card(name, models[name], measured[name], machine | {"command": command, "text": text}))
-        path = workdir / ("card.json" if len(places) == 1 else f"{name}.card.json")
-        write_with_digest(path, made[-1])
+        made.append(cards.make_card(name, path, measured[name], machine | {"command": command, "text": text}))
+        write_with_digest(workdir / ("card.json" if len(models) == 1 else f"{name}.card.json"), made[-1])
         arrays = {key: value.astype(np.float32) for key, value in measured[name].arrays.items()}
         write_atomically(workdir / "arrays" / f"{name}.npz", lambda file, of=arrays: np.savez_compressed(file, **of))
     seconds = round(time.monotonic() - started, 1)

@@ -195,6 +195,15 @@ def _nearest_flag(name: str) -> str:
     return nearest_field(name, known).replace("'", "--", 1).replace("'", "=...")
 
 
+def _wrong_value(said: str) -> UserError:
+    """Returns the error for absl's `flag --NAME=VALUE: in Python's words`."""
+    given = re.match(r"flag (--(\w+)=.*?): ", said, re.DOTALL)
+    if given is None:
+        return UserError(said)
+    parser = flags.FLAGS[given[2]].parser
+    return UserError(f"{given[1]} is not valid", allowed=parser.syntactic_help or "true or false")
+
+
 def fail(error: BaseException) -> NoReturn:
     """Ends the process with at most three lines and exit code 2."""
     first, *rest = [line for line in str(error).splitlines() if line.strip()][:3]
@@ -247,8 +256,13 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
     except flags.UnrecognizedFlagError as error:
         hint = _nearest_flag(error.flagname)
         raise UserError(f"unknown flag --{error.flagname}", allowed=allowed, hint=hint) from None
-    except UnicodeDecodeError:
-        raise UserError("--flagfile is not text", allowed="a UTF-8 file with a flag in each line") from None
+    except flags.IllegalFlagValueError as error:
+        raise _wrong_value(str(error)) from None
+    except (UnicodeDecodeError, flags.CantOpenFlagFileError) as error:
+        problem = f"--flagfile cannot be read: {error}".replace("ERROR:: Unable to open flagfile: ", "")
+        raise UserError(problem, allowed="a UTF-8 file with a flag in each line") from None
+    except flags.Error as error:  # a flag at the end, without its value
+        raise UserError(str(error), allowed="--FLAG=VALUE, as --help lists them") from None
     if _overrides and "config" not in flags.FLAGS:
         raise UserError("this command reads no config", hint="the config of a checkpoint is stored in it")
     if positional and (not rest or (len(rest) > 1 and not several)):

@@ -4,8 +4,8 @@ A token file has all ids of a corpus in one flat little-endian array; `train.bin
 Documents follow one after the other, each ended by the tokenizer's end-of-text id.
 
 The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar. Calls with the same tokenizer can
-share a folder, even concurrently. A file appears under its name once it is complete, and is then kept; rerunning a
-killed call redoes only the others.
+share a folder, even concurrently: one makes a file, the others wait for it. A file appears under its name once it is
+complete, and is then kept; rerunning a killed call redoes only the others.
 """
 
 import dataclasses
@@ -23,7 +23,15 @@ from orthojax.config import from_dict, require
 from orthojax.data.sources import Document, Source, embedded_corpus, find_tfds, open_tfds, text_corpus
 from orthojax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_with_digest, require_file, write_atomically, write_text, write_with_digest
+from orthojax.files import (
+    make_folder,
+    one_writer,
+    read_with_digest,
+    require_file,
+    write_atomically,
+    write_text,
+    write_with_digest,
+)
 
 FORMAT_VERSION = 2
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
@@ -256,8 +264,9 @@ def _token_file(path: Path, part: Part, tokenizer: Tokenizer, report: Progress) 
         "file_count": len(part.source.files),
         "split": part.split,
     }
-    if not path.exists():
-        write_token_file(path, created_from, _tokenised(part, tokenizer, report))
+    with one_writer(path):  # else two of other sources would each leave one file
+        if not path.exists():
+            write_token_file(path, created_from, _tokenised(part, tokenizer, report))
     file = open_token_file(path)
     for name, value in created_from.items():
         if (before := getattr(file.info, name)) != value:
@@ -328,13 +337,14 @@ def _sample(source: Source) -> Iterator[Document]:
 def _shared_tokenizer(path: Path, spec: str, part: Part, progress: Progress | None) -> Tokenizer:
     """Returns the tokenizer of a folder of token files: the existing one, or a new one."""
     is_bpe = spec.startswith("bpe:")
-    if not path.exists():
-        texts = filter(None, map(part.text, _sample(part.source))) if is_bpe else ()
-        if is_bpe and progress:
-            progress(f"training {spec}", 0, min(part.source.n_bytes, _BPE_SAMPLE_BYTES), 0)
-        made = make_tokenizer(spec, texts)
-        write_text(path, made.serialized)
-        return made
+    with one_writer(path):
+        if not path.exists():
+            texts = filter(None, map(part.text, _sample(part.source))) if is_bpe else ()
+            if is_bpe and progress:
+                progress(f"training {spec}", 0, min(part.source.n_bytes, _BPE_SAMPLE_BYTES), 0)
+            made = make_tokenizer(spec, texts)
+            write_text(path, made.serialized)
+            return made
     found = load_tokenizer(path, tokenizer_identity(spec)) if is_bpe else make_tokenizer(spec, ())
     same = f"bpe:{found.vocab_size}" == found.spec if is_bpe else found.sha256 == load_tokenizer(path).sha256
     if not same:

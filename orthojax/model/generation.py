@@ -4,6 +4,7 @@ Letters: B batch, T tokens of the prompt, V vocabulary.
 """
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from orthojax.errors import UserError
 from orthojax.model.cache import KVCache, init_cache
 from orthojax.model.loaded import LoadedModel
 from orthojax.model.transformer import Transformer
+from orthojax.ops.statistics import real_array
 
 _SIZES = 64  # caches have a multiple of this many slots, so that prompts of similar lengths share a program
 
@@ -109,6 +111,10 @@ def check_options(
     steps: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, window: int | None = None, sinks: int = 0
 ) -> None:
     """Refuses values that no model allows; arguments are as for `stream`."""
+    for name, number in {"steps": steps, "temperature": temperature, "top_p": top_p, "seed": seed}.items():
+        whole = name in ("steps", "seed")
+        if np.ndim(real_array(number, name)) or (whole and not isinstance(number, numbers.Integral)):
+            raise UserError(f"{name}={number!r}", allowed="an integer" if whole else "a number")
     warm = f"{_LEAST_TEMPERATURE:g} or more and finite; or 0, which takes the most probable token"
     is_warm = temperature == 0 or _LEAST_TEMPERATURE <= temperature < math.inf
     for name, value, allowed, is_allowed in (

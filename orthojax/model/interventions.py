@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
+from orthojax.ops.statistics import real_array
 
 
 class Taps(NamedTuple):
@@ -128,12 +129,14 @@ def split_layers(
       ValueError: For a shape that is not allowed, or only one of two fields that belong together.
     """
     given = Interventions() if interventions is None else interventions
+    if not isinstance(given, Interventions):
+        raise UserError(f"interventions of type {type(given).__name__}", allowed="orthojax.Interventions, or None")
     c, arrays = config, {}
     sizes = {"L": ("num_layers", c.num_layers), "N": ("num_heads", c.num_heads), "K": ("num_kv_heads", c.kv_heads)}
     sizes |= {"B": ("batch", batch), "T": ("length", length), "S": ("length", length), "D": ("d_model", c.d_model)}
     for name, array in given._asdict().items():
         if array is not None:
-            arrays[name] = _checked(name, jnp.asarray(array), sizes)
+            arrays[name] = _checked(name, real_array(array, f"interventions.{name}"), sizes)
     for values, share in _PAIRS.items():
         for one, other in ((values, share), (share, values)):
             if one in arrays and other not in arrays:

@@ -49,8 +49,8 @@ _LLAMA2_SIZES = {
 
 
 def _preset(family: str, base: ModelConfig, sizes: dict[str, dict[str, int]], size: str, changes: dict[str, Any]):
-    if size not in sizes:
-        raise UserError(f"unknown {family} size {size!r}", allowed=" | ".join(sizes), hint=nearest(size, sizes))
+    if not isinstance(size, str) or size not in sizes:
+        raise UserError(f"unknown {family} size {size!r}", allowed=" | ".join(sizes), hint=nearest(str(size), sizes))
     return _changed(base, sizes[size] | changes)
 
 

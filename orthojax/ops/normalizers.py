@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.ops.statistics import at_least_float32
+from orthojax.ops.statistics import at_least_float32, axes_of, real_array
 
 _SOFTPICK_EPSILON = 1e-8
 
@@ -24,22 +24,25 @@ Normalizer = Name | float | jax.Array
 
 
 def _as_dtype_of(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    dtype = jnp.result_type(logits)
+    dtype = jnp.asarray(logits).dtype
     return weights.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else weights  # integers would round to 0
 
 
 def _boolean(where: jax.Array) -> jax.Array:
-    if jnp.result_type(where) != jnp.bool_:
-        raise ValueError(f"where must be boolean (True keeps), got {jnp.result_type(where)}")
-    return jnp.asarray(where)
+    where = real_array(where, "where")
+    if where.dtype != jnp.bool_:
+        raise ValueError(f"where must be boolean (True keeps), got {where.dtype}")
+    return where
 
 
 def _masked(logits: jax.Array, where: jax.Array | None) -> jax.Array:
     return logits if where is None else jnp.where(_boolean(where), logits, -jnp.inf)
 
 
-def _axes(axis: Axis, ndim: int) -> set[int]:
-    return {range(ndim)[i] for i in (range(ndim) if axis is None else np.atleast_1d(axis))}
+def _wide(logits: jax.Array, axis: Axis) -> jax.Array:
+    x = at_least_float32(logits)
+    axes_of(axis, x.ndim)
+    return x
 
 
 def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
@@ -53,7 +56,7 @@ def softmax_n(logits: jax.Array, n: float, axis: Axis = -1, where: jax.Array | N
       Flash-Attention-Softmax-N, `<https://github.com/softmax1/Flash-Attention-Softmax-N>`_, 2023.
     """
     check_normalizer(float(n))
-    return _as_dtype_of(logits, _softmax_with_constant(_masked(at_least_float32(logits), where), axis, float(n)))
+    return _as_dtype_of(logits, _softmax_with_constant(_masked(_wide(logits, axis), where), axis, float(n)))
 
 
 def softmax1(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
@@ -91,9 +94,9 @@ def softmax_with_sink(logits: jax.Array, sink: jax.Array, axis: Axis = -1, where
     Reference:
       One learned logit for each head, as in gpt-oss, `arXiv 2508.10925 <https://arxiv.org/abs/2508.10925>`_, 2025.
     """
-    x = _masked(at_least_float32(logits), where)
+    x = _masked(_wide(logits, axis), where)
     sink = jnp.asarray(sink, x.dtype)
-    row = tuple(1 if i in _axes(axis, x.ndim) else length for i, length in enumerate(x.shape))
+    row = tuple(1 if i in axes_of(axis, x.ndim) else length for i, length in enumerate(x.shape))
     if sink.ndim > x.ndim or any(s not in (1, n) for s, n in zip(sink.shape[::-1], row[::-1], strict=False)):
         raise ValueError(f"a sink of shape {sink.shape} for logits {x.shape}; allowed: what broadcasts to {row}")
     return _as_dtype_of(logits, _softmax_with_sink_array(x, axis, sink)[0])
@@ -108,7 +111,7 @@ def softmax(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) 
     Reference:
       Attention Is All You Need, `arXiv 1706.03762 <https://arxiv.org/abs/1706.03762>`_, 2017, Eq. 1.
     """
-    x = at_least_float32(logits)
+    x = _wide(logits, axis)
     if where is not None:
         x = jnp.where(_boolean(where), x, 0.7 * float(jnp.finfo(x.dtype).min))
     return _as_dtype_of(logits, jax.nn.softmax(x, axis))
@@ -126,7 +129,7 @@ def relu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
     >>> relu(jnp.array([2.0, -1.0, 4.0]), where=jnp.array([True, True, False])).tolist()
     [1.0, 0.0, 0.0]
     """
-    return _as_dtype_of(logits, _by_visible_keys(jnp.maximum(at_least_float32(logits), 0.0), axis, where))
+    return _as_dtype_of(logits, _by_visible_keys(jnp.maximum(_wide(logits, axis), 0.0), axis, where))
 
 
 def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> jax.Array:
@@ -137,7 +140,7 @@ def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
     Reference:
       GELU, `arXiv 1606.08415 <https://arxiv.org/abs/1606.08415>`_, 2016, in place of the ReLU of `relu`.
     """
-    x = at_least_float32(logits)
+    x = _wide(logits, axis)
     x = x if where is None else jnp.where(_boolean(where), x, 0.0)  # its derivative at a masked infinity is NaN
     x = jnp.maximum(x, -40.0)  # Phi is 0 there even in float64, and -inf times it is NaN
     return _as_dtype_of(logits, _by_visible_keys(jax.nn.gelu(x, approximate=False), axis, where))
@@ -145,13 +148,13 @@ def gelu(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None) -> 
 
 def _by_visible_keys(x: jax.Array, axis: Axis, where: jax.Array | None) -> jax.Array:
     if where is None:
-        return x / math.prod(x.shape[a] for a in _axes(axis, x.ndim))
+        return x / math.prod(x.shape[a] for a in axes_of(axis, x.ndim))
     where = _boolean(where)
     ndim = max(x.ndim, where.ndim)
-    axes = _axes(axis, ndim)
+    axes = axes_of(axis, ndim)
     x, where = (a.reshape((1,) * (ndim - a.ndim) + a.shape) for a in (x, where))
     # A mask of length 1 along an axis stands for all its keys; the sum runs over the mask as it is, which is smaller.
-    visible = jnp.sum(where, tuple(axes), keepdims=True) * math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
+    visible = jnp.sum(where, axes, keepdims=True) * math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
     return jnp.where(where, x / jnp.maximum(visible, 1).astype(x.dtype), 0.0)
 
 
@@ -182,7 +185,7 @@ def softpick(logits: jax.Array, axis: Axis = -1, where: jax.Array | None = None)
     >>> [round(float(w), 4) for w in softpick(jnp.log(jnp.array([3.0, 2.0, 0.5])))]
     [0.5714, 0.2857, 0.0]
     """
-    x = at_least_float32(logits)
+    x = _wide(logits, axis)
     x = jnp.where(_masked(x, where) == -jnp.inf, 0.0, x)  # e^0 - 1 = 0
     # |e^x - 1| = e^max(x, 0) (1 - e^-|x|), where nothing cancels. All is divided by e^shift.
     above = jnp.maximum(x, 0.0)

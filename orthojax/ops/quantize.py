@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orthojax.ops.statistics import at_least_float32, shrink
+from orthojax.ops.statistics import at_least_float32, axes_of, real_array, shrink
 
 Axes = int | Sequence[int] | None
 Scheme = Literal["absmax", "zeropoint"]
@@ -24,13 +24,6 @@ _E5M2 = 57344.0
 _E2M1 = 6.0
 
 
-def _reduced(axes: Axes) -> tuple[int, ...] | None:
-    reduced = None if axes is None else tuple(np.atleast_1d(axes).tolist())
-    if not all(isinstance(axis, int) for axis in reduced or ()):
-        raise ValueError(f"axes={axes!r}; allowed: an integer, several, or None for all axes")
-    return reduced
-
-
 def _require_bits(bits: int, most: int) -> None:
     if not isinstance(bits, numbers.Integral) or not 2 <= bits <= most:
         problem = "cannot be simulated" if most > 8 else "does not fit into int8"
@@ -38,9 +31,9 @@ def _require_bits(bits: int, most: int) -> None:
 
 
 def _wide(x: ArrayLike) -> jax.Array:
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        raise ValueError(f"values of dtype {jnp.result_type(x)} cannot be quantised; allowed: floating ones")
-    return at_least_float32(x)
+    if not jnp.issubdtype((values := real_array(x)).dtype, jnp.floating):
+        raise ValueError(f"values of dtype {values.dtype} cannot be quantised; allowed: floating ones")
+    return at_least_float32(values)
 
 
 def _within(values: jax.Array, dtype: Any) -> jax.Array:
@@ -124,10 +117,10 @@ def _to_e2m1(x: jax.Array) -> jax.Array:
     return _round_to_float(x, 1, 0, _E2M1)
 
 
-def _axis(x: ArrayLike, axis: int) -> int:
-    if not isinstance(axis, numbers.Integral) or not -jnp.ndim(x) <= axis < jnp.ndim(x):
-        raise ValueError(f"axis={axis!r} of an array of shape {jnp.shape(x)}; allowed: one of its axes")
-    return int(axis) % jnp.ndim(x)
+def _axis(x: jax.Array, axis: int) -> int:
+    if np.ndim(axis) or axis is None:
+        raise ValueError(f"axis={axis!r}; allowed: one axis")
+    return axes_of(axis, x.ndim)[0]
 
 
 def split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -177,7 +170,7 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
     if block is not None:
         if not isinstance(block, numbers.Integral) or block < 1:
             raise ValueError(f"block={block!r}; allowed: 1 or more neighbours, whole")
-        split = sorted(_axis(x, axis) for axis in _reduced(axes) or range(wide.ndim))
+        split = axes_of(axes, wide.ndim, "axes")
         for axis in reversed(split):
             wide = split_blocks(wide, axis, min(int(block), max(wide.shape[axis], 1)))  # else padded to a whole block
         y = e4m3(wide, tuple(axis + i + 1 for i, axis in enumerate(split)))
@@ -218,7 +211,7 @@ def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
     >>> mxfp4(jnp.array([7.9, -2.5, 0.6, 0.25])).tolist()
     [6.0, -2.0, 0.5, 0.0]
     """
-    wide, at = _wide(x), _axis(x, axis)
+    at = _axis(wide := _wide(x), axis)
     blocks = split_blocks(wide, at, 32)
     peak = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
     exponent = jnp.clip(jnp.frexp(peak)[1] - 3, -127, 127)
@@ -250,7 +243,7 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     >>> nvfp4(jnp.array([2688.0, -2000.0, 200.0])).tolist()  # g = 1, s = 448
     [2688.0, -1792.0, 224.0]
     """
-    wide, at = _wide(x), _axis(x, axis)
+    at = _axis(wide := _wide(x), axis)
     scaled, back = _scaled_to(wide, axes, _E2M1 * _E4M3)
     blocks = split_blocks(scaled, at, 16)
     largest = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
@@ -288,7 +281,7 @@ FORMATS = {
 
 def _scaled_to(wide: jax.Array, axes: Axes, largest: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Returns x s, with s = largest / max|x| of every slice, and the function that divides by s again."""
-    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
+    peak = jnp.max(jnp.abs(wide), axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=0.0)
     zero = peak < jnp.finfo(wide.dtype).tiny
     # The power of two is split off, because s would overflow for small numbers.
     exponent = jnp.where(zero, 0, jnp.clip(jnp.frexp(peak)[1] - 1, -126, 126))
@@ -304,7 +297,7 @@ def _scaled_to(wide: jax.Array, axes: Axes, largest: float) -> tuple[jax.Array, 
 
 def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns integers as floats, max|x| of every slice, and a mask of the slices that are zero."""
-    peak = jnp.max(jnp.abs(wide), axis=_reduced(axes), keepdims=True, initial=0.0)
+    peak = jnp.max(jnp.abs(wide), axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=0.0)
     zero, factor = peak < jnp.finfo(wide.dtype).tiny, shrink(peak)
     return jnp.round(wide * factor / jnp.where(zero, 1.0, peak * factor) * (2 ** (bits - 1) - 1)), peak, zero
 
@@ -312,8 +305,8 @@ def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array,
 def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns integers as floats, the smallest that a slice may have, its step, and a mask of constant slices."""
     levels = 2**bits - 1
-    low = jnp.min(wide, axis=_reduced(axes), keepdims=True, initial=jnp.inf)
-    high = jnp.max(wide, axis=_reduced(axes), keepdims=True, initial=-jnp.inf)
+    low = jnp.min(wide, axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=jnp.inf)
+    high = jnp.max(wide, axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=-jnp.inf)
     factor = shrink(jnp.maximum(high, -low))
     step = (high * factor - low * factor) / levels
     constant = (high == low) & jnp.isfinite(high) | (step < jnp.finfo(wide.dtype).tiny)
@@ -380,7 +373,7 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
     ([-8, -5, 7], [18.0])
     """
     _require_bits(bits, 8)
-    if scheme not in get_args(Scheme):
+    if not isinstance(scheme, str) or scheme not in get_args(Scheme):
         raise ValueError(f"unknown scheme {scheme!r}; allowed: {', '.join(map(repr, get_args(Scheme)))}")
     wide = _wide(x)
     if scheme == "absmax":
@@ -390,7 +383,7 @@ def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quan
     else:
         half = 2 ** (bits - 1)
         integers, bottom, step, constant = _zeropoint_integers(wide, bits, axes)
-        low = jnp.min(wide, axis=_reduced(axes), keepdims=True, initial=jnp.inf)
+        low = jnp.min(wide, axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=jnp.inf)
         finite = jnp.isfinite(low) & jnp.isfinite(step)
         # A constant slice is 1 times its value: integer -half, and integer + zero_point = 1.
         step = jnp.where(constant, low, step)

@@ -4,12 +4,13 @@ Letters inside functions: T positions, H head width, R <= H channels that are ro
 """
 
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from orthojax.ops.statistics import wide_dtype
+from orthojax.ops.statistics import real_array, wide_dtype
 
 
 def rotary(
@@ -62,9 +63,9 @@ def rotary_frequencies(width: int, theta: float | jax.Array = 10_000.0) -> jax.A
     >>> rotary_frequencies(4, 100.0).tolist()
     [1.0, 0.10000000149011612]
     """
-    if width % 2:
-        raise ValueError(f"rotary positions need an even head width, got {width}")
-    if isinstance(theta, int | float) and not theta > 0:
+    if not isinstance(width, numbers.Integral) or width < 0 or width % 2:
+        raise ValueError(f"rotary positions need an even head width, got {width!r}")
+    if not 0 < theta < math.inf if isinstance(theta, int | float) else jnp.ndim(real_array(theta, "theta")):
         raise ValueError(f"theta={theta}; allowed: a positive number")
     theta = float(theta) if isinstance(theta, int) else theta  # 2**31 or more is not an int32
     return theta ** (-jnp.arange(0, width, 2, dtype=float) / width)

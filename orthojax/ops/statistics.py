@@ -3,6 +3,9 @@
 They work up to the largest finite numbers. The scaling for that leaves smaller numbers bitwise unchanged.
 """
 
+import contextlib
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,12 +19,33 @@ def wide_dtype(x: jax.Array) -> Any:
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
+def real_array(x: ArrayLike, what: str = "values") -> jax.Array:
+    """Returns an array of real numbers; ValueError for anything else, which the message calls `what`."""
+    kind = f"of type {type(x).__name__}"
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        array = jnp.asarray(x)
+        if not jnp.issubdtype(array.dtype, jnp.complexfloating):
+            return array
+        kind = f"of dtype {array.dtype}"
+    raise ValueError(f"{what} {kind}; allowed: an array of real numbers")
+
+
 def at_least_float32(x: ArrayLike) -> jax.Array:
-    """Casts `x` to float32, unless it is float64 already; ValueError for complex numbers."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise ValueError(f"an array of {x.dtype}; allowed: real numbers")
+    """Casts `x` to float32, unless it is float64 already; ValueError for what is no array of real numbers."""
+    x = real_array(x)
     return x.astype(wide_dtype(x))
+
+
+def axes_of(axis: Any, ndim: int, name: str = "axis") -> tuple[int, ...]:
+    """Returns axes, one, several or None for all, as different numbers from 0 on; ValueError for anything else."""
+    several = isinstance(axis, Sequence | np.ndarray) and not isinstance(axis, str | bytes) and np.ndim(axis) == 1
+    axes = list(range(ndim) if axis is None else axis if several else [axis])
+    if all(isinstance(i, numbers.Integral) and not isinstance(i, bool) and -ndim <= int(i) < ndim for i in axes):
+        if len(positive := {int(i) % ndim for i in axes}) == len(axes):
+            return tuple(positive)
+    raise ValueError(
+        f"{name}={axis!r} of an array with {ndim} axes; allowed: one of its axes, several, or None for all"
+    )
 
 
 def root_of_range(x: jax.Array) -> float:
@@ -42,6 +66,7 @@ def shrink(peak: jax.Array) -> jax.Array:
 def norm(x: ArrayLike, axis: int = -1) -> jax.Array:
     """Computes ||x||_2 along one axis, finite if that number is: `x` without `axis`, in at least float32."""
     x = at_least_float32(x)
+    axes_of(axis, x.ndim)
     root = root_of_range(x)
     # Both sums in one pass. The root comes last: the root of a sum that is not taken would have an infinite slope at 0.
     # Not jnp.square: its derivative 2 x overflows for the largest numbers, and times the 0 of the sum not taken is nan.
@@ -73,8 +98,9 @@ def kurtosis(x: ArrayLike, axis: int = -1) -> jax.Array:
     0.0
     """
     x = at_least_float32(x)
+    axes = axes_of(axis, x.ndim)
     low, high = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
-    part = 2.0 ** -int(np.prod(np.take(x.shape, axis))).bit_length()  # the sum of D large values would overflow
+    part = 2.0 ** -int(np.prod([x.shape[i] for i in axes])).bit_length()  # the sum of D large values would overflow
     mean = jnp.mean(x * part, axis, keepdims=True) / part
     factor = shrink(jnp.maximum(high, -low))
     centred = x * factor - mean * factor  # in this form XLA for CPU reads x as often as without the factor
@@ -106,6 +132,7 @@ def norm_ratio(x: ArrayLike, axis: int = -1) -> jax.Array:
     (0.800000011920929, 0.0)
     """
     x = at_least_float32(x)
+    axes_of(axis, x.ndim)
     peak = jnp.max(jnp.abs(x), axis, keepdims=True)
     has_nan = jnp.isnan(jnp.sum(x, axis, keepdims=True))  # which the largest of them may not be, as in `kurtosis`
     peak = jnp.where(has_nan, jnp.nan, peak)

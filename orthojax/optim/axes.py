@@ -72,10 +72,10 @@ def checked_axes(axes: Any) -> GenericAxes | int:
     if is_integer(axes, 2, _MAX_GENERIC_SIZE):
         return int(axes)
     names = typing.get_args(GenericAxes)
-    if axes not in names:
+    if not (isinstance(axes, str) and axes in names):
         allowed = f"{', '.join(names)}, a length of 2 to {_MAX_GENERIC_SIZE}, or a function (path, shape) -> axes"
         raise ValueError(f"Rotation axes={axes!r}; allowed: {allowed}")
-    return axes
+    return typing.cast(GenericAxes, axes)
 
 
 # Names of arrays, and of the modules that hold them, in lower case and without numbers.

@@ -1,12 +1,16 @@
 """OrthoAdam, which is Adam with moments in a rotated basis, and its learning-rate schedule."""
 
+import contextlib
 import math
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from orthojax.ops.statistics import real_array
 from orthojax.optim.rotation import DEFAULT_ROTATION, Rotation
 from orthojax.optim.transform import in_rotated_basis
 
@@ -69,16 +73,25 @@ def scale_by_orthoadam(
     """
     hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
     for name, value in hyperparams.items():
-        if isinstance(value, Rotation):
-            raise TypeError(f"{name}={value!r}; allowed: a number; a Rotation is given as rotation=...")
+        _require_number(name, value)
         limit = 1.0 if name in ("b1", "b2") else math.inf
         if isinstance(value, int | float) and not 0.0 <= value < limit:  # inject_hyperparams passes arrays
             raise ValueError(f"{name}={value!r}; allowed: 0 <= {name} < {limit:g}")
     for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
-        if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        is_floating = dtype is None
+        with contextlib.suppress(TypeError, ValueError):
+            is_floating = is_floating or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        if not is_floating:
             raise ValueError(f"{name}={dtype!r}; allowed: None or a floating dtype")
     adam = optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype)
     return in_rotated_basis(adam if nu_dtype is None else _with_nu_dtype(adam, nu_dtype), rotation)
+
+
+def _require_number(name: str, value: Any) -> None:
+    # inject_hyperparams passes arrays and tracers, whose values are not looked at.
+    is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
+    if not is_finite or np.ndim(real_array(value, name)):
+        raise ValueError(f"{name}={value!r}; allowed: a finite number")
 
 
 def _with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
@@ -153,6 +166,11 @@ def orthoadam(
       2.8
       2.2
     """
+    for name, value in {"learning_rate": learning_rate, "weight_decay": weight_decay}.items():
+        if not callable(value):
+            _require_number(name, value)
+    if not (mask is None or callable(mask) or all(isinstance(leaf, bool | np.bool_) for leaf in jax.tree.leaves(mask))):
+        raise ValueError(f"mask={mask!r}; allowed: None, a tree of True and False, or a function params -> such a tree")
     # Decided by type first: inject_hyperparams passes a tracer, which must not be compared.
     undecayed = isinstance(weight_decay, int | float) and weight_decay == 0.0
     return optax.chain(

@@ -88,7 +88,7 @@ class Rotation:
         literals = {"kind": Kind, "scope": Scope, "kernel_layout": KernelLayout}
         for name, allowed in literals.items():
             value, names = getattr(self, name), typing.get_args(allowed)
-            if value not in names:
+            if not isinstance(value, str) or value not in names:
                 raise ValueError(f"Rotation {name}={value!r}; allowed: {', '.join(names)}")
         if not is_integer(self.seed, 0, 2**32 - 1):
             raise ValueError(f"Rotation seed={self.seed!r}; allowed: an integer 0 to 2**32 - 1")

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from orthojax.pretrained import (
 )
 from orthojax.train.checkpoint import read_config, read_json_item, read_params
 
+_Read = TypeVar("_Read")
 _PUBLISHED_LENGTH = 256  # tokens of a row on which published models are measured
 
 
@@ -45,17 +47,30 @@ def load(path: str | Path) -> LoadedModel:
       UserError: If there is no model, it is damaged, or of a family that is not supported; for a .gguf file or
         safetensors also without the extra `pretrained`. NonFiniteError for weights that are NaN or infinite.
     """
-    folder, config = find_model(path)
-    if is_pretrained(folder):
-        loaded = _load_pretrained(folder, config)
-    else:
-        tokenizer = _tokenizer(folder, config)
-        loaded = LoadedModel(Transformer(config.model), read_params(folder), config, tokenizer, folder)
+    loaded = _read_newest(path, _load)
     for name, leaf in jax.tree.leaves_with_path(loaded.params):
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
             tensor = jax.tree_util.keystr(name, simple=True, separator="/")
-            raise NonFiniteError(f"{folder}: {tensor} has values that are not finite", allowed="finite weights")
+            raise NonFiniteError(f"{loaded.source}: {tensor} has values that are not finite", allowed="finite weights")
     return loaded
+
+
+def _read_newest(path: str | Path, read: Callable[[Path], _Read]) -> _Read:
+    """Reads the newest step of a run; if its training removes that step meanwhile, the one that is then the newest."""
+    while True:
+        place = find_place(path)
+        try:
+            return read(place)
+        except Exception:
+            if find_place(path) == place:
+                raise
+
+
+def _load(place: Path) -> LoadedModel:
+    config = _read_config(place)
+    if is_pretrained(place):
+        return _load_pretrained(place, config)
+    return LoadedModel(Transformer(config.model), read_params(place), config, _tokenizer(place, config), place)
 
 
 def find_model(path: str | Path) -> tuple[Path, Config]:
@@ -65,13 +80,16 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
       The folder of a checkpoint's step and the config of its run; or the folder or file of a published model, and a
       config with its model and its tokenizer, on the embedded text.
     """
-    found = find_place(path)
+    return _read_newest(path, lambda place: (place, _read_config(place)))
+
+
+def _read_config(found: Path) -> Config:
     if not is_pretrained(found):
         config = read_config(found)
         # Kernels that only the training platform has; `auto` picks those of this platform.
         if config.model.attention_implementation in ("cudnn", "splash"):
             config = replace(config, {"model.attention_implementation": "auto"})
-        return found, config
+        return config
     model = (read_gguf_config if found.suffix == ".gguf" else read_folder_config)(found)
     length, bos = min(model.max_length, _PUBLISHED_LENGTH), False
     try:
@@ -79,7 +97,7 @@ def find_model(path: str | Path) -> tuple[Path, Config]:
     except UserError as error:  # token ids are enough for most, and whoever reads text reports the file
         warnings.warn(f"whether texts begin with BOS is not known: {error}", stacklevel=2)
     data = DataConfig(sequence_length=length, tokenizer=str(found), bos=bos)
-    return found, Config(model=model, data=data)
+    return Config(model=model, data=data)
 
 
 def _read_published(path: Path) -> Any:
@@ -147,10 +165,13 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
     Raises:
       UserError: If there is no checkpoint, it is damaged, or its model differs; the error names the fields.
     """
-    folder, config = find_model(path)
-    saved = config.model
-    _require_same_function(folder, saved, model, allow_normalizer_change)
-    params = _read_published(folder) if is_pretrained(folder) else read_params(folder)
+
+    def read(folder: Path) -> tuple[ModelConfig, Any]:
+        saved = _read_config(folder).model
+        _require_same_function(folder, saved, model, allow_normalizer_change)
+        return saved, _read_published(folder) if is_pretrained(folder) else read_params(folder)
+
+    saved, params = _read_newest(path, read)
     if saved.scan_layers != model.scan_layers:
         params = stack_layers(params) if model.scan_layers else unstack_layers(params)
     if model.normalizer == "learned_sink" != saved.normalizer:

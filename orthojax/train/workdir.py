@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_json, require_utf8, try_lock, write_atomically, write_text
+from orthojax.files import folder_of_one, is_at, read_json, require_utf8, write_atomically, write_text
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
@@ -37,18 +37,14 @@ def claimed(workdir: Path, config: Config) -> Iterator[Callable[[], None]]:
     Raises:
       UserError: If another process has it or it cannot be written, or as for `check_workdir`.
     """
-    make_folder(workdir, "workdir", files=[".lock"])
     lock = workdir.absolute() / ".lock"
-    with open(lock, "a") as file:
+    with folder_of_one(workdir, "workdir") as file:
 
         def check() -> None:
-            if not os.path.exists(lock) or not os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+            if not is_at(lock, file):
                 hint = "moved back, the same command resumes it from its newest checkpoint"
                 raise UserError(f"workdir {workdir} was moved or deleted while its run was training", hint=hint)
 
-        if try_lock(file) is False:
-            allowed = "another --workdir, or to wait until it ends"
-            raise UserError(f"another process is training in {workdir}", allowed=allowed)
         check_workdir(workdir, config)
         try:
             yield check

@@ -128,7 +128,7 @@ def fastest(
 
 
 def _check_implementation(name: str | None) -> None:
-    if name is not None and name not in get_args(Implementation):
+    if name is not None and not (isinstance(name, str) and name in get_args(Implementation)):
         allowed = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {name!r}; allowed: None, {allowed}")
 
@@ -180,8 +180,8 @@ def attention_fn(
     >>> import flax.linen as nn
     >>> attention = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn("softmax1", is_causal=True))
     """
-    if isinstance(normalizer, str):
-        check_normalizer(normalizer)
+    shape = getattr(normalizer, "shape", ())
+    check_normalizer(normalizer, *(shape if len(shape) == 1 else ()))  # how many heads there are is not known yet
     _check_implementation(implementation)
     causal = is_causal
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from orthojax.ops.normalizers import Normalizer, check_normalizer
-from orthojax.ops.statistics import wide_dtype
+from orthojax.ops.statistics import real_array, wide_dtype
 
 # Vendor kernels save their output and statistics under this name: with a remat policy that keeps it, such as
 # jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME), the forward kernel runs once.
@@ -44,13 +44,14 @@ def prepare_inputs(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, normalizer: Normalizer, **options: Any
 ) -> AttentionInputs:
     """Checks the arguments of `dot_product_attention`, of which it has all others, and gives arrays a batch axis."""
-    if not 3 <= jnp.ndim(query) <= 4:
-        shape = jnp.shape(query)
-        raise ValueError(f"query must be [batch, length, heads, width] or [length, heads, width]; got {shape}")
-    query, key, value = _at_least_4d(query), _at_least_4d(key), _at_least_4d(value)
-    bias, mask = (None if array is None else _at_least_4d(array) for array in (bias, mask))
+    if not 3 <= (query := real_array(query, "query")).ndim <= 4:
+        problem = f"query must be [batch, length, heads, width] or [length, heads, width]; got {query.shape}"
+        raise ValueError(problem)
+    query, key, value = _at_least_4d(query), _at_least_4d(key, "key"), _at_least_4d(value, "value")
+    bias = None if bias is None else _at_least_4d(bias, "bias")
+    mask = None if mask is None else _at_least_4d(mask, "mask")
     lengths = {name: options.get(name) for name in ("query_seq_lengths", "key_value_seq_lengths")}
-    lengths = {name: None if array is None else jnp.asarray(array) for name, array in lengths.items()}
+    lengths = {name: None if array is None else real_array(array, name) for name, array in lengths.items()}
     _check_queries_and_keys(query, key, value)
     for name, array in {"query": query, "key": key, "value": value}.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -81,8 +82,8 @@ def _checked_scale(scale: Any) -> float | jax.Array:
     raise ValueError(f"scale must be a finite number or an array of numbers, got {scale!r}")
 
 
-def _at_least_4d(array: ArrayLike) -> jax.Array:
-    array = jnp.asarray(array)
+def _at_least_4d(array: ArrayLike, what: str = "values") -> jax.Array:
+    array = real_array(array, what)
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
