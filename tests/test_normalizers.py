@@ -41,10 +41,9 @@ def _mask(shape=(3, 4, 7)):
 # The contract of every normalizer.
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("masked", [False, True])
-def test_values_are_the_definition_on_every_axis(name, masked):
+def test_values_are_the_definition_on_every_axis(name, masked, x64):
     x, where = _example(), _mask() if masked else None
     expected = oracle(name, x, where)
     axes = (-1, 0, -2)
@@ -152,9 +151,8 @@ def test_softpick_is_right_for_extreme_logits(dtype):
 # Derivatives.
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ALL)
-def test_first_and_second_derivatives_match_finite_differences(name):
+def test_first_and_second_derivatives_match_finite_differences(name, x64):
     x, v, c = (_example((2, 5), seed, scale=1.5) for seed in range(3))
     where = np.array([[True, False, True, True, True], [False] * 5])
     f = lambda x: ALL[name](x, where=where)  # noqa: E731
@@ -175,8 +173,7 @@ def test_first_and_second_derivatives_match_finite_differences(name):
     np.testing.assert_allclose(jnp.vdot(v, here[2]), jnp.vdot(c, of_value), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("x64")
-def test_sink_gradient_is_of_an_appended_logit():
+def test_sink_gradient_is_of_an_appended_logit(x64):
     x, c = jnp.asarray(_example((2, 3, 4, 5))), jnp.asarray(_example((2, 3, 4, 5), seed=4))
     where = jnp.asarray(_mask((2, 3, 4, 5)))
     sink = jnp.asarray(_example((3,), seed=5))
