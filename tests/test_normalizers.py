@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from orthojax.config.model import NormalizerName
 from orthojax.ops import normalizers
-from orthojax.ops.normalizers import apply_normalizer, softmax, softmax1, softmax_n, softmax_with_sink, softpick
+from orthojax.ops.normalizers import apply_normalizer, softmax1, softmax_n, softmax_with_sink, softpick
 
 SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
@@ -104,17 +104,7 @@ def test_every_name_can_be_set_in_the_config():
     assert set(get_args(normalizers.Name)) <= set(get_args(NormalizerName))  # `test_model` applies all of the config's
 
 
-# Eq. 1 and its neighbours.
-
-
-def test_sinks_contain_softmax_n_which_contains_both():
-    x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask()).at[1, 2, 0].set(True)
-    np.testing.assert_allclose(softmax_n(x, 0.0, where=where), jax.nn.softmax(x, where=where), rtol=1e-6)
-    np.testing.assert_array_equal(softmax_n(x, 1.0, where=where), softmax1(x, where=where))
-    np.testing.assert_array_equal(softmax(x), jax.nn.softmax(x))
-    for n in (0.0, 0.3, 1.0, 20.0):
-        sink = jnp.full((1, 1, 1), np.log(n) if n else -np.inf, jnp.float32)
-        np.testing.assert_allclose(softmax_with_sink(x, sink, where=where), softmax_n(x, n, where=where), rtol=1e-5)
+# Extremes.
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
