@@ -76,21 +76,6 @@ def auto_mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-@pytest.mark.parametrize(
-    ("names", "shape"), [(("data", "fsdp", "tensor"), (2, 2, 2)), pytest.param(("data", "tensor"), (4, 2), marks=slow)]
-)
-def test_over_a_mesh_nothing_is_gathered(names, shape, unsharded):
-    mesh = auto_mesh(shape, names)
-    heads, rows = (NamedSharding(mesh, spec) for spec in (P(names[:-1], None, names[-1]), P(names[:-1])))
-    shardings = (heads, heads, heads, rows)
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(step, in_shardings=shardings).lower(*BATCH).compile()
-    assert not re.search(r"(all-gather|all-to-all|collective-permute)(-start)?\(", compiled.as_text())
-    got = compiled(*jax.device_put(BATCH, shardings))
-    assert_near(got, unsharded)
-    assert got[0][1].sharding.is_equivalent_to(heads, 4)
-
-
 @slow
 def test_heads_that_no_axis_divides_are_right(unsharded):
     mesh = auto_mesh((2, 4), ("data", "tensor"))  # 4 query heads, 2 key-value heads, 4 shards
