@@ -238,10 +238,7 @@ TREE = {
     "layers_0": {"mlp": {"input": {"kernel": (4, 8), "bias": (8,)}}, "mlp_norm": {"scale": (4,)}},
     "token_embedding": {"embedding": (6, 4)},
 }
-MASK = {
-    "layers_0": {"mlp": {"input": {"kernel": True, "bias": False}}, "mlp_norm": {"scale": False}},
-    "token_embedding": {"embedding": True},
-}
+MASK = jax.tree.map(lambda shape: len(shape) == 2, TREE, is_leaf=lambda x: isinstance(x, tuple))  # what decays
 ADAM, ROTATION = optax.scale_by_adam(0.8, 0.95, 1e-6), make_rotation(RotationConfig(seed=0))
 MUON = optax.contrib.muon(
     1.0, beta=0.7, consistent_rms=0.2,
@@ -397,15 +394,9 @@ IN_A_LAYER = {
     **{f"{norm}/{name}": ALONE for norm in ("attention_norm", "mlp_norm") for name in ("scale", "bias")},
     "attention/sink": ALONE,
 }
-OUTSIDE = {
-    "token_embedding/embedding": EMBEDDING,
-    "position_embedding/embedding": EMBEDDING,
-    "head/kernel": HEAD,
-    "embedding_output/kernel": WRITER,
-    "head_input/kernel": READER,
-    "final_norm/scale": ALONE,
-    "final_norm/bias": ALONE,
-}
+OUTSIDE = {f"{name}_embedding/embedding": EMBEDDING for name in ("token", "position")} | {"head/kernel": HEAD}
+OUTSIDE |= {"embedding_output/kernel": WRITER, "head_input/kernel": READER}
+OUTSIDE |= {f"final_norm/{name}": ALONE for name in ("scale", "bias")}
 
 
 @pytest.mark.parametrize("axes", READER)
