@@ -1,7 +1,6 @@
 """The definition of attention in float64 NumPy, and stand-ins for cuDNN's two kernels."""
 
 import contextlib
-import math
 from typing import get_args
 
 import jax
@@ -9,6 +8,7 @@ import jax._src.cudnn.fused_attention_stablehlo as vendor
 import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
+from scipy.special import ndtr
 
 from orthojax.ops import normalizers
 from orthojax.ops.attention import cudnn, splash
@@ -47,8 +47,7 @@ def weights(x, sees, normalizer):
         return np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
     if isinstance(normalizer, str) and normalizer == "gelu":
         x = np.where(sees, x, 0.0)
-        phi = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x.ravel()]).reshape(x.shape)
-        return x * phi / np.maximum(sees.sum(-1, keepdims=True), 1)
+        return x * ndtr(x) / np.maximum(sees.sum(-1, keepdims=True), 1)
     if isinstance(normalizer, str) and normalizer == "sigmoid":
         return sees / (1.0 + np.exp(-x))
     if isinstance(normalizer, str) and normalizer == "softpick":

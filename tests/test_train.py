@@ -12,6 +12,7 @@ import optax
 import optax.contrib
 import pytest
 import tiny_run
+from scipy.special import log_softmax
 from test_analysis import LANGUAGE_MODEL_KEYS
 from thinned import quick_and_slow
 from tiny_run import TINY, assert_trees_close, bits, blank_state, by_path, drawn_params, inputs, lines, loaded, rows
@@ -64,9 +65,7 @@ train_step = functools.cache(training.make_train_step)
 
 
 def numpy_losses(logits, targets):
-    logits = np.asarray(logits, np.float64)
-    log_z = np.log(np.exp(logits).sum(-1))
-    return log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return -np.take_along_axis(log_softmax(np.float64(logits), -1), targets[..., None], -1)[..., 0]
 
 
 # The step.
