@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_quantize import rounded
 from thinned import quick_and_slow
 from tiny_run import drawn_params
 
@@ -36,17 +37,6 @@ ALL = {
 }
 INTEGERS = {name: setting for name, setting in ALL.items() if setting.scheme in ("absmax", "zeropoint")}
 SLOW = ("zeropoint_tensors", "groups_of_odd_size", *quant.MORE_SETTINGS)
-
-
-def rounded(x, scheme, bits, axes):
-    """Returns (whole numbers, step) in float64, from the equations."""
-    if scheme == "absmax":
-        step = np.abs(x).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
-        return np.round(x / step).astype(np.int64), step
-    low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
-    step = (high - low) / (2**bits - 1)
-    z = np.round(low / step).astype(np.int64)
-    return np.clip(np.round(x / step).astype(np.int64), z, z + 2**bits - 1), step
 
 
 def reference(x, kernel, bias, setting):
