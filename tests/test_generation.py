@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from model_oracle import stacked_params
 from refusals import assert_refused, refused
+from scipy.special import log_softmax
 from thinned import quick_and_slow
 
 from orthojax import Interventions
@@ -222,14 +223,10 @@ def test_refused(call, arguments, words, error, tmp_path):
 # A rolling window.
 
 
-def losses(config, params, tokens):
-    log_probabilities = jax.nn.log_softmax(uncached(config, params, tokens[:, :-1]))
-    return -np.take_along_axis(np.asarray(log_probabilities), tokens[:, 1:, None], -1)[..., 0]
-
-
 def test_a_window_that_is_large_enough_changes_nothing():
     model = loaded(llama2("tiny", **SMALL, num_kv_heads=2))
-    expected = losses(model.model.config, model.params, TOKENS)
+    log_probabilities = log_softmax(uncached(model.model.config, model.params, TOKENS[:, :-1]), -1)
+    expected = -np.take_along_axis(log_probabilities, TOKENS[:, 1:, None], -1)[..., 0]
     for options in ({}, {"window": 64}, {"window": 60, "sinks": 4}):  # all of one size
         found = stream_loss_nats(model, TOKENS, **options)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
@@ -248,7 +245,7 @@ def test_a_window_sees_first_and_latest_tokens(window, sinks):
 
     rows, last = zip(*map(left, range(1, len(tokens))), strict=True)
     logits = uncached(config, model.params, np.stack(rows))[np.arange(len(rows)), np.array(last)]
-    expected = -np.asarray(jax.nn.log_softmax(logits))[np.arange(len(rows)), tokens[1:]]
+    expected = -log_softmax(logits, -1)[np.arange(len(rows)), tokens[1:]]
     found = stream_loss_nats(model, tokens, window, sinks)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
     # A prompt longer than the window is read to its end.

@@ -347,17 +347,14 @@ def test_bigram_backcopy_has_its_published_start():
     assert 20.0 < np.linalg.norm(residual[0, 0, 0]) < 28.0  # published at the start: 24.3
 
 
-def folded_twice(_):
-    config = dataclasses.replace(TINY, embedding_projection=True)
-    models.fold_embedding_projection(*models.fold_embedding_projection(random_params(config), config))
-
-
 @refused(
     (lambda _, make, size, changes: make(size, **changes), [
         (gpt2, "130", {}, "130m"), (llama2, "1.4b", {}, "'1.4b'"),
         (bigram_backcopy, 2, {"normaliser": "softmax1"}, "model.normalizer"),
         (llama2, "tiny", {"d_model": 12, "num_heads": 4}, "even")]),
-    (folded_twice, "nothing to fold"),
+    (lambda _, config: models.fold_embedding_projection(
+        *models.fold_embedding_projection(random_params(config), config)),
+     [(CONFIGS["projected embeddings"], "nothing to fold")]),
     (lambda _: shapes(dataclasses.replace(TINY, position="learned", max_length=4), 5), "max_length=4", ValueError),
 )  # fmt: skip
 def test_refused(call, arguments, words, error, tmp_path):

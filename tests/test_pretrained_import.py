@@ -25,7 +25,7 @@ from orthojax import pretrained, quant
 from orthojax.config import Config, ExpertsConfig, LatentConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
-from orthojax.model import LoadedModel, Transformer, gpt2, llama2
+from orthojax.model import LoadedModel, Transformer, gpt2, llama2, unstack_layers
 from orthojax.ops import rotary_frequencies
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
 from orthojax.pretrained.configs import read_config, write_config
@@ -93,10 +93,6 @@ KINDS = {
 }  # fmt: skip
 
 
-def unrolled(params):
-    return orthojax.model.unstack_layers(params) if "layers" in params else params
-
-
 SLOW = ("rich", "latent attention and experts", "qwen2 with windows", "deepseek, scanned")
 
 
@@ -112,7 +108,8 @@ def test_what_is_written_is_read_exactly(name, tmp_path):
     assert computed_as(read) == computed_as(config)
     assert read == config or model_type != "orthojax"
     jax.eval_shape(Transformer(read).apply, {"params": same}, np.arange(8)[None])
-    params, same = unrolled(params), unrolled(same)  # an import scans wherever it can
+    # An import scans wherever it can.
+    params, same = (unstack_layers(tree) if "layers" in tree else tree for tree in (params, same))
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
 
@@ -492,16 +489,6 @@ def test_the_export_of_the_guide(tmp_path, monkeypatch):
 # The BOS and end tokens that the files of a published model declare.
 
 
-def word_level(*special):
-    """Makes a tokenizer of a few words and these special tokens, whose ids come first."""
-    backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
-    backend.add_special_tokens(list(special))
-    whole = json.loads(backend.to_str())
-    whole["model"]["vocab"] |= {word: i for i, word in enumerate(special)}
-    whole["added_tokens"] = [of | {"id": i} for i, of in enumerate(whole["added_tokens"])]
-    return json.dumps(whole)
-
-
 @pytest.mark.parametrize(
     ("files", "bos_id", "ends"),
     [
@@ -513,7 +500,10 @@ def word_level(*special):
     ],
 )
 def test_bos_and_ends_are_those_a_model_declares(tmp_path, files, bos_id, ends):
-    tokenizer = from_json(word_level("<s>", "</s>", "<|eot_id|>"), "mine", "here")
+    special = ["<s>", "</s>", "<|eot_id|>"]
+    backend = hf.Tokenizer(hf.models.WordLevel({word: i for i, word in enumerate([*special, "a"])}, unk_token="a"))
+    backend.add_special_tokens(special)
+    tokenizer = from_json(backend.to_str(), "mine", "here")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     found = pretrained.with_declared_tokens(tokenizer, tmp_path)

@@ -208,10 +208,6 @@ def test_params_are_quantized_by_path_and_layer():
         assert got["embed"]["embedding"] is KERNEL
 
 
-def with_kv(setting, bits):
-    return dataclasses.replace(setting, keys_and_values=bits)
-
-
 PARAMS = {"mlp": {"kernel": KERNEL, "bias": BIAS}}
 GROUPS_OF_48 = QuantizationSetting(4, "absmax", "output_channel", group_size=48)
 REFUSED = [
@@ -240,7 +236,8 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "absmax", "tensor", keys_and_values=1), "keys_and_values=1 "),
     (lambda: integer_linear(quant.setting_named("fp8_e4m3")), "scheme='e4m3'"),
     (lambda: integer_linear(quant.setting_named("w4a4kv4")), "keys_and_values=4"),
-    (lambda: quant.quantize_params(PARAMS, with_kv(quant.INT4_ZEROPOINT, 4), "kernel"), "keys_and_values=4"),
+    (lambda: quant.quantize_params(PARAMS, dataclasses.replace(quant.INT4_ZEROPOINT, keys_and_values=4), "kernel"),
+     "keys_and_values=4"),
     (lambda: quant.require_integers(QuantizationSetting(8, "absmax", "tensor", float_features=2)), "float_features"),
     (lambda: QuantizationSetting(8, "absmax", "tensor", float_features=-1), "float_features"),
     (lambda: quant.rounded_cache(Transformer(LLAMA), 1), "bits=1"),

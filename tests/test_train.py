@@ -313,11 +313,6 @@ def test_momentum_is_the_optimizers_own_unless_it_is_set():
     assert any("muon, momentum 0.95, learning rate" in line and "weight decay 0.25" in line for line in said)
 
 
-def nested(path, leaf):
-    """Returns the tree of one leaf."""
-    return functools.reduce(lambda tree, key: {key: tree}, reversed(path.split("/")), leaf)
-
-
 @pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
 def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
     """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain.
@@ -359,7 +354,10 @@ def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(
     for path, name in labels.items():
         leaves = [by_path(gradient)[path] for gradient in seen]
         layers = zip(*leaves, strict=True) if path in stacked else [leaves]
-        wanted = [by_path(updates(optax.chain(own[name], rate), [nested(path, x) for x in of]))[path] for of in layers]
+        alone = optax.chain(own[name], rate)
+        # Under their own path, which some rules read.
+        trees = ([functools.reduce(lambda t, key: {key: t}, path.split("/")[::-1], x) for x in of] for of in layers)
+        wanted = [by_path(updates(alone, seen_alone))[path] for seen_alone in trees]
         wanted = np.stack(wanted) if path in stacked else wanted[0]
         tolerances = {"rtol": 1e-4, "atol": 1e-7} if path in stacked else {"rtol": 1e-6, "atol": 1e-8}
         np.testing.assert_allclose(found[path], wanted, **tolerances, err_msg=f"{path} by {name}")
