@@ -28,12 +28,12 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout_seconds: int = 100,
+    heartbeat_timeout_seconds: int = 20,
 ) -> None:
     """Joins the processes of a run; call it before anything else in JAX.
 
     Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
-    others. When restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX
+    others, and JAX prints its number. When restarted, they resume from the last checkpoint. If the others do not connect within five minutes, JAX
     ends this one with exit code 134.
 
     Raises:
@@ -52,7 +52,7 @@ def initialize(
         jax.distributed.initialize(
             *given,
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=max(100, heartbeat_timeout_seconds),  # the last checkpoint may be slow on one
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(
