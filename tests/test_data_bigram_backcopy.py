@@ -254,17 +254,6 @@ def test_a_task_is_opened_as_its_config_says(tmp_path):
     assert provenance["characters"] == "".join(task.characters)
 
 
-def test_the_last_character_has_a_successor():
-    task = BigramBackcopy.from_text("aabaab" * 3 + "z", trigger_count=1)
-    z, a = task.characters.index("z"), task.characters.index("a")
-    assert task.transition[z, a] == 1.0  # the text is a circle
-    assert np.isfinite(task.transition).all()
-    tokens = np.asarray(task.batch(0, 500, 20, seed=0))
-    after_z = tokens[:, 1:][tokens[:, :-1] == z]
-    assert len(after_z) > 100
-    assert (after_z == a).all()
-
-
 def test_ties_go_to_the_smaller_character():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
