@@ -37,8 +37,8 @@ def verdict(claim, **variants):
     return c.judge(claim, made_up(**variants)).verdict
 
 
-def seeds(*values, name="x"):
-    return [{name: value} if value is not None else None for value in values]
+def seeds(*values):
+    return [{"x": value} if value is not None else None for value in values]
 
 
 # Text and value.
