@@ -1,7 +1,6 @@
 """The definition of attention in float64 NumPy, and stand-ins for cuDNN's two kernels."""
 
 import contextlib
-import math
 from typing import get_args
 
 import jax
@@ -9,6 +8,7 @@ import jax._src.cudnn.fused_attention_stablehlo as vendor
 import jax.numpy as jnp
 import numpy as np
 from jax._src.interpreters import mlir
+from scipy.special import ndtr
 
 from orthojax.ops import normalizers
 from orthojax.ops.attention import cudnn, splash
@@ -47,8 +47,7 @@ def weights(x, sees, normalizer):
         return np.maximum(x, 0.0) / np.maximum(sees.sum(-1, keepdims=True), 1) * sees
     if isinstance(normalizer, str) and normalizer == "gelu":
         x = np.where(sees, x, 0.0)
-        phi = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x.ravel()]).reshape(x.shape)
-        return x * phi / np.maximum(sees.sum(-1, keepdims=True), 1)
+        return x * ndtr(x) / np.maximum(sees.sum(-1, keepdims=True), 1)
     if isinstance(normalizer, str) and normalizer == "sigmoid":
         return sees / (1.0 + np.exp(-x))
     if isinstance(normalizer, str) and normalizer == "softpick":
@@ -110,14 +109,29 @@ def check_definition(attend, arrays, normalizer, *, rtol, atol, slope_tolerance,
     empty = (expected == 0.0).all(-1)
     assert all((np.asarray(array)[empty] == 0.0).all() for array in (output, *slopes[:1]))
     for i, gradient in enumerate(slopes):
-        direction = normal(*gradient.shape, seed=7 + i)
-        ends = ([*point[:i], point[i] + step * direction, *point[i + 1 :]] for step in (1e-5, -1e-5))
-        up, down = (np.vdot(weights, call(reference, end, options)) for end in ends)
-        terms = np.asarray(gradient, np.float64) * direction
-        assert np.isfinite(terms).all()
-        assert np.abs(terms).sum() > 0.01, i
-        assert abs((up - down) / 2e-5 - terms.sum()) < slope_tolerance * (np.abs(terms).sum() + 0.1), i
+        loss = lambda a, i=i: np.vdot(weights, call(reference, [*point[:i], a, *point[i + 1 :]], options))  # noqa: E731
+        assert_slope(loss, point[i], gradient, slope_tolerance, str(i), least=0.1)
     return output, slopes
+
+
+def assert_slope(loss, point, gradient, tolerance, name="", least=0.0):
+    """Holds a gradient to the difference of a loss in float64 NumPy along a random direction; both may be trees."""
+    rng = np.random.default_rng(7)
+    direction = jax.tree.map(lambda a: rng.choice([-1, 1], np.shape(a)) * rng.uniform(0.5, 1.5, np.shape(a)), point)
+    ends = (jax.tree.map(lambda a, d, h=h: np.float64(a) + h * d, point, direction) for h in (1e-5, -1e-5))
+    up, down = map(loss, ends)
+    terms = jax.tree.map(lambda g, d: (np.float64(g) * d).ravel(), gradient, direction)
+    terms = np.concatenate(jax.tree.leaves(terms))
+    assert np.isfinite(terms).all(), name
+    assert np.abs(terms).sum() > 0.01, name
+    assert abs((up - down) / 2e-5 - terms.sum()) < tolerance * (np.abs(terms).sum() + least), name
+
+
+def assert_near(found, expected, tolerance=1e-5):
+    """Bounds differences relative to the largest number of each array, or to 1."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
 
 
 # Stand-ins for cuDNN's kernels: the flash algorithm's formulas. What cuDNN need not write is NaN here.

@@ -51,3 +51,10 @@ def x64():
     """Float64 for tests of formulas."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def forgotten():
+    """Forgets what a module compiled: with stand-ins for kernels, or too much to keep."""
+    yield
+    jax.clear_caches()

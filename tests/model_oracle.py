@@ -10,7 +10,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orthojax.model import Interventions, parameter_shapes, stack_layers
+from orthojax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from orthojax.model import Interventions, bigram_backcopy, gpt2, llama2, parameter_shapes, stack_layers
+
+# Models of every kind that this file knows, and tokens for them.
+SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
+SMALL |= {"scan_layers": False}
+TINY = ModelConfig(**SMALL)
+GPT2 = gpt2("tiny", **SMALL)
+LLAMA2 = llama2("tiny", **SMALL)
+RICH = dataclasses.replace(
+    LLAMA2, num_kv_heads=2, gated_attention=True, normalizer="learned_sink", use_bias=True, relaxed_causal_tokens=2
+)
+LATENT_AND_EXPERTS = dataclasses.replace(
+    LLAMA2, d_head=6, norm="rmsnorm", normalizer="softmax1", rope_theta=100.0, mlp=("swiglu", "experts"),
+    latent=LatentConfig(d_latent=5, d_rotary=2, d_value=3),
+    rope=RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0, mscale=0.7,
+                    mscale_all=0.5),
+    experts=ExpertsConfig(num_experts=6, per_token=2, num_shared=2, d_expert=5, scale=1.5),
+)  # fmt: skip
+CONFIGS = {
+    "gpt2": GPT2,
+    "llama2": LLAMA2,
+    "rich": RICH,
+    "rich, chunked": dataclasses.replace(RICH, attention_implementation="xla_chunked", normalizer="sigmoid"),
+    "gated relu": dataclasses.replace(
+        GPT2, gated_attention=True, normalizer="relu", mlp="relu", norm="layernorm_nonparametric"
+    ),
+    "a gate for each channel": dataclasses.replace(LLAMA2, gated_attention="elementwise", normalizer="softpick"),
+    "gated channels of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True),
+    "projected embeddings": dataclasses.replace(GPT2, embedding_projection=True),
+    "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
+    "gpt-oss": dataclasses.replace(
+        LLAMA2, d_head=6, num_kv_heads=1, norm="rmsnorm", normalizer="learned_sink", use_bias="attention",
+        attention_window=(3, None), mlp=("swiglu_clamped", "experts"),
+        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True)),
+    "gemma": dataclasses.replace(
+        LLAMA2, d_head=6, num_kv_heads=2, block="sandwich_norm", qk_norm="head", mlp="geglu", tie_embeddings=True,
+        scale_embeddings=True, logits_width=9, attention_soft_cap=1.5, final_soft_cap=3.0, attention_window=(None, 3),
+        rope_local_theta=30.0, rope=LATENT_AND_EXPERTS.rope),
+    "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
+    "bigram-backcopy": bigram_backcopy(**SMALL, mlp=("linear", "relu"), normalizer="gelu"),
+    "parts": dataclasses.replace(GPT2, normalizer="gelu", mlp=("relu", "none"), attention=(False, True)),
+    "softmax_n": dataclasses.replace(TINY, normalizer="softmax_n", normalizer_n=3.0, position="none", use_bias=True),
+    "latent attention and experts": LATENT_AND_EXPERTS,
+    "query latents, groups of experts": dataclasses.replace(
+        LATENT_AND_EXPERTS, latent=LatentConfig(d_latent=5, d_rotary=2, d_value=9, d_query_latent=7),
+        normalizer="learned_sink", mlp="experts",
+        experts=ExpertsConfig(num_experts=6, d_expert=5, groups=3, groups_per_token=2, scale=3.0)),
+}  # fmt: skip
+for mask in ("full", "prefix"):
+    CONFIGS[f"{mask}, gpt2"] = dataclasses.replace(GPT2, attention_mask=mask)
+    CONFIGS[f"{mask}, llama2"] = dataclasses.replace(
+        LLAMA2, attention_mask=mask, num_kv_heads=2, normalizer="softmax1", attention_implementation="xla_chunked"
+    )
+END = SMALL["vocab_size"] - 1
+# Prefixes of 3, of all 7, of the first of two, and none.
+TOKENS = np.array([[4, 2, END, 1, 5, 3, 3], [1, 2, 3, 4, 5, 6, END], [END, 2, 3, END, 1, 1, 2], [1, 2, 3, 4, 5, 6, 7]])
 
 
 @cache

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import SINK as SINK64
+from attention_oracle import assert_near, cudnn_stand_ins, normal, qkv
 from attention_oracle import attend_by_cudnn as _attend
-from attention_oracle import cudnn_stand_ins, normal, qkv
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from thinned import quick_and_slow
@@ -22,19 +22,14 @@ from thinned import quick_and_slow
 from orthojax.ops.attention import cudnn, dot_product_attention
 from orthojax.ops.attention.cudnn import private_module
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 B, N, H = 2, 4, 8
 SINK = jnp.asarray(SINK64, jnp.float32)
 LENGTHS = {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([6, 3], np.int32)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forget_what_was_compiled():
-    yield
-    jax.clear_caches()
-
-
-@pytest.fixture
-def kernels():
+@pytest.fixture(autouse=True)
+def _stand_ins():
     with cudnn_stand_ins():
         yield
 
@@ -47,13 +42,6 @@ def results(attend, weights, *arrays):
     """Returns output and gradients."""
     output, pullback = jax.vjp(attend, *arrays)
     return output, pullback(jnp.asarray(weights, output.dtype))
-
-
-def assert_near(found, expected, tolerance=1e-5):
-    """Bounds differences relative to the largest number of each array, or to 1."""
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.abs(a - b).max() < tolerance * max(1.0, np.abs(b).max())
 
 
 # Meshes.
@@ -95,7 +83,6 @@ def _placed(mesh, arrays, kind):
 QUICK = [("sink", AxisType.Auto), ("bias for all sequences", AxisType.Auto), ("one key head", AxisType.Explicit)]
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
@@ -118,7 +105,6 @@ def test_over_batch_and_heads_nothing_is_gathered(case, kind):
     assert not re.findall("all-gather|all-to-all|collective-permute", compiled.as_text())
 
 
-@pytest.mark.usefixtures("kernels")
 def test_a_cut_unknown_to_the_kernel_is_gathered():
     arrays = _arrays(t=8, s=8, kv_heads=2)[:3]
     loss = lambda *arrays: jnp.sum(jnp.sin(_attend(*arrays, is_causal=True)))  # noqa: E731
@@ -129,7 +115,6 @@ def test_a_cut_unknown_to_the_kernel_is_gathered():
     assert_near(f(*placed), f(*arrays))
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", quick_and_slow(["sink", "bias of each"], {"sink"}))
 def test_inside_shard_map_parts_are_attended(case):
     attend, arrays = _meshed(case)
@@ -145,7 +130,6 @@ def test_inside_shard_map_parts_are_attended(case):
 # Precision and extremes.
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", quick_and_slow([jnp.bfloat16, jnp.float16], {jnp.float16}))
 def test_half_precision_is_near_the_definition(dtype):
     arrays = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
@@ -163,7 +147,6 @@ def test_half_precision_is_near_the_definition(dtype):
     assert_near(got, of("xla", *(a.astype(jnp.float32) for a in arrays)), 2e-2)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_a_bias_beyond_float16_leaves_all_to_sinks():
     ones = jnp.ones((B, 6, N, H), jnp.float16)
     got = jax.jit(partial(results, _attend))(ones, ones, ones, ones, jnp.full((1, 1, 1, 6), -1e30))
@@ -173,7 +156,6 @@ def test_a_bias_beyond_float16_leaves_all_to_sinks():
 # vmap.
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("shared", "bias_batch"),
     [("bias", 1), ("lengths", B), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", B), ("key", 1)))],

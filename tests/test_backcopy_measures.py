@@ -12,32 +12,24 @@ from orthojax.experiments.active_dormant import measures, mechanism_probe
 from orthojax.experiments.active_dormant.mechanism_probe import probe_file
 from orthojax.experiments.active_dormant.runs import backcopy
 from orthojax.model import Interventions, LoadedModel, Transformer
-from orthojax.train import evaluate, load, open_inputs, read_metrics, train
-from orthojax.train.mesh import place_whole
-from orthojax.train.step import build
+from orthojax.train import evaluate, init_state, load, open_inputs, read_metrics, train
 
 STEPS, PROBED = 6, (0, 1, 4)
 CONFIG = replace(backcopy(), {
     "model.num_layers": 2, "optim.warmup_steps": 0, "model.d_model": 16, "model.d_mlp": 32, "model.num_heads": 2,
     "data.sequence_length": 12, "train.steps": STEPS, "train.probe_steps": PROBED, "train.probe_sequences": 4,
-    "train.batch_size": 4, "eval.sequences": 8, "eval.batch_size": 8, "train.checkpoint_every_steps": 3,
+    "train.batch_size": 4, "eval.sequences": 8, "eval.batch_size": 8, "train.checkpoint_every_steps": 1,
+    "train.keep_checkpoints": STEPS,
 })  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(workdir, inputs, parameters after every step) of a run with details."""
-    inputs, params = open_inputs(CONFIG, tmp_path_factory.mktemp("data")), []
-    folder = tmp_path_factory.mktemp("run")
+    inputs, folder = open_inputs(CONFIG, tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("run")
     train(CONFIG, inputs, folder)
-    program = build(CONFIG, inputs.task)
-    state = program.init(jax.random.key(CONFIG.train.seed))
-    params.append(jax.tree.map(np.asarray, state.params))
-    for number in range(STEPS):
-        numbers = place_whole(None, np.array([[CONFIG.data.seed, number]], np.uint32))
-        state, _ = program.steps(state, numbers, place_whole(None, np.array(1, np.int32)))
-        params.append(jax.tree.map(np.asarray, state.params))
-    return folder, inputs, params
+    kept = [load(folder / f"checkpoints/{step + 1}").params for step in range(STEPS)]
+    return folder, inputs, [jax.tree.map(np.asarray, params) for params in (init_state(CONFIG).params, *kept)]
 
 
 def probes(run):

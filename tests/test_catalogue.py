@@ -26,7 +26,8 @@ def test_every_metric_of_an_evaluation_is_defined(tmp_path, changes):
     assert [name for name in metrics if name != "sequences" and define(name) is None] == []
 
 
-def test_entries_are_complete():
+def test_entries_are_complete_and_distinct():
+    assert len({entry.label for entry in CATALOGUE.values()}) == len(CATALOGUE)
     for entry in CATALOGUE.values():
         assert entry.definition.endswith(".")
         assert entry.group
@@ -37,9 +38,8 @@ def test_entries_are_complete():
 
 
 def test_limits_are_those_of_every_place_and_variant():
-    for name in ("loss_nats", "max_abs_rest/layer_1", "rotated_norm_ratio_first/layer_0/head_1",
-                 "post_attention_kurtosis_first"):  # fmt: skip
-        assert limits(name) == (0.0, np.inf)
+    positive = ("loss_nats", "max_abs_rest/layer_1", "rotated_norm_ratio_first/layer_0/head_1")
+    assert {limits(name) for name in (*positive, "post_attention_kurtosis_first")} == {(0.0, np.inf)}
     assert limits("sink_rate/step_20") == (0.0, 1.0)
     assert limits("perplexity/step_20") == limits("perplexity_int4_zeropoint") == (1.0, np.inf)
     assert limits("sink_logit_gap") == limits("of_an_experiment") == (-np.inf, np.inf)
@@ -59,10 +59,6 @@ def test_limits_are_those_of_every_place_and_variant():
 )
 def test_labels_name_the_variant(name, words):
     assert all(word in label(name) for word in words)
-
-
-def test_labels_are_distinct():
-    assert len({entry.label for entry in CATALOGUE.values()}) == len(CATALOGUE)
 
 
 @pytest.mark.parametrize("n", [0.0, 1.0, 5.0])
@@ -95,13 +91,9 @@ def test_equal_logits_have_the_sink_attention_of_chance():
         assert chance(name, given) == pytest.approx(float(found), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "level"),
-    [({"normalizer": "relu"}, None), ({"normalizer": "learned_sink"}, 1.0), ({"normalizer": "softmax1"}, 1.0)],
-)
-def test_conditions_follow_the_normalizer(changes, level):
-    config = replace(TINY, {f"model.{name}": value for name, value in changes.items()})
-    assert analysis.conditions(config).n == level
+@pytest.mark.parametrize(("name", "level"), [("relu", None), ("learned_sink", 1.0), ("softmax1", 1.0)])
+def test_conditions_follow_the_normalizer(name, level):
+    assert analysis.conditions(replace(TINY, {"model.normalizer": name})).n == level
 
 
 def test_a_level_of_chance_is_told_in_words():

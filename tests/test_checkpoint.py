@@ -9,30 +9,27 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from small_runs import CONFIG, ROOT, TEXT, cpu_environment, flip, largest, snapshot
-from tiny_run import Stop, bits, stop_at
+from small_runs import CONFIG, ROOT, TEXT, cpu_environment, flip, largest, snapshot, times
+from tiny_run import Stop, bits, inputs, rows, stop_at
 from tiny_run import lines as losses
 
 from orthojax import train as training
 from orthojax.config import Config, from_json, replace, to_json
 from orthojax.errors import Interrupted, UserError
-from orthojax.train import DamagedError, Inputs, find_checkpoint, read_metrics, read_params, train, verify_checkpoint
+from orthojax.train import DamagedError, find_checkpoint, read_metrics, read_params, train, verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 # What Orbax leaves behind when it cannot read, besides the exception that it raises.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
-def rows(step):
-    return np.random.default_rng(step).integers(0, 258, (4, 9), dtype=np.int32)
-
-
-INPUTS = Inputs(rows, np.tile(rows(99), (2, 1)), None, {"source": "test", "train": {"n_tokens": 7}}, None)
+INPUTS = inputs(batch=partial(rows, vocab=258), evaluation=8, vocab=258, bits=None, train={"n_tokens": 7})
 
 
 def signal_at(step):
@@ -126,9 +123,9 @@ def test_a_validation_cut_off_is_done_on_resume(finished, tmp_path, step):
 
 
 def test_a_finished_run_is_not_touched_again(finished, copy):
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
+    before = times(copy)
     assert bits(train(CONFIG, INPUTS, copy, on_step=stop_at(1))) == finished[1]
-    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()} == before
+    assert times(copy) == before
 
 
 def test_what_a_kill_leaves_behind_is_dropped(finished, copy):
@@ -320,20 +317,6 @@ def test_only_a_checkpoint_decides_that_a_run_began(copy):
 # Signals and kill -9 at random moments; test_command_lines.py has a signal to a command.
 
 
-def prepare(home, steps, eval_every_steps, checkpoint_every_steps):
-    """Text and config, and an undisturbed run of the command line."""
-    config = replace(
-        CONFIG,
-        TEXT | {"train.steps": steps, "train.eval_every_steps": eval_every_steps, "train.log_every_steps": 1,
-                "train.checkpoint_every_steps": checkpoint_every_steps},
-    )  # fmt: skip
-    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
-    (home / "text.txt").write_text(" ".join(words))
-    (home / "config.json").write_text(to_json(config))
-    run_to_the_end(home, home / "whole")
-    return home
-
-
 def command(home, workdir):
     folders = {"config": "config.json", "workdir": workdir, "cache_dir": "cache", "compile_cache": "compiled"}
     arguments = [f"--{flag}={home / folder}" for flag, folder in folders.items()]
@@ -365,29 +348,23 @@ def disturb(home, workdir, signum, *, steps=0, seconds=0.0):
     return process.wait(timeout=120), process.communicate()[1]
 
 
-def assert_same_run(home, workdir):
-    assert losses(workdir) == losses(home / "whole")
-    a, b = (find_checkpoint(folder) for folder in (home / "whole", workdir))
-    assert a.name == b.name
-    assert bits(read_params(a)) == bits(read_params(b))
-    assert bits(training.read_optimizer_state(a)) == bits(training.read_optimizer_state(b))
-    assert verify_checkpoint(a) == verify_checkpoint(b)
-    steps = {path.name for path in (home / "whole" / "checkpoints").iterdir()}
-    assert {path.name for path in (workdir / "checkpoints").iterdir()} == steps  # nothing half-written, none set aside
-
-
-def assert_stopped_cleanly(returned, error, workdir, signum):
-    assert returned == 128 + signum, error
-    step = int(find_checkpoint(workdir).name)
-    assert f"stopped at step {step}, state saved" in error.splitlines()[-1]
-    assert "Traceback" not in error
-    assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == step
+def everything(workdir):
+    """What is logged and kept, nothing half-written or set aside, and the last checkpoint, which must be whole."""
+    step, kept = find_checkpoint(workdir), {path.name for path in (workdir / "checkpoints").iterdir()}
+    arrays = bits(read_params(step)), bits(training.read_optimizer_state(step)), verify_checkpoint(step)
+    return losses(workdir), kept, step.name, arrays
 
 
 @pytest.fixture(scope="module")
 def long_home(tmp_path_factory):
-    """A run that is long enough for many kills, undisturbed."""
-    return prepare(tmp_path_factory.mktemp("home"), steps=400, eval_every_steps=50, checkpoint_every_steps=3)
+    """Text and config of a run that is long enough for many kills, and an undisturbed run of the command line."""
+    home = tmp_path_factory.mktemp("home")
+    steps = {"train.steps": 400, "train.eval_every_steps": 50, "train.log_every_steps": 1}
+    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "sink", "peak", "the"], 3000)
+    (home / "text.txt").write_text(" ".join(words))
+    (home / "config.json").write_text(to_json(replace(CONFIG, TEXT | steps)))
+    run_to_the_end(home, home / "whole")
+    return home
 
 
 @pytest.mark.slow
@@ -406,10 +383,13 @@ def test_a_hundred_kills_at_random_moments_lose_nothing(long_home, tmp_path, see
         writing += bool(list((workdir / "checkpoints").glob("*tmp*")))  # a checkpoint that is not complete
         if kill == 12:  # saved and killed runs follow one another
             returned, error = disturb(long_home, workdir, signal.SIGINT, steps=1)
-            assert_stopped_cleanly(returned, error, workdir, signal.SIGINT)
-    step = read_metrics(workdir / "metrics.jsonl")[-1]["step"]
-    seconds = time.monotonic() - began
+            assert returned == 128 + signal.SIGINT, error
+            step = int(find_checkpoint(workdir).name)
+            assert f"stopped at step {step}, state saved" in error.splitlines()[-1]
+            assert "Traceback" not in error
+            assert logged_step(workdir) == step
+    seconds, step = time.monotonic() - began, logged_step(workdir)
     print(f"\n{writing} of 25 kills struck while a checkpoint was written; step {step} of 400; {seconds:.0f} s")
     assert writing >= 3
     run_to_the_end(long_home, workdir)
-    assert_same_run(long_home, workdir)
+    assert everything(workdir) == everything(long_home / "whole")

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from scipy.special import log_softmax
+from tiny_run import drawn_params
 
 from orthojax import quant
 from orthojax.config import ModelConfig
-from orthojax.model import Transformer, parameter_shapes
+from orthojax.model import Transformer
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.train.step import loss_sum_nats
 
@@ -26,9 +28,7 @@ AXES = ("data", "fsdp", "tensor")
 def numpy_loss(hidden, kernel, targets, weights):
     """Computes the weighted sum and its gradients by hidden states and kernel [D, V], in float64."""
     hidden, kernel = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64)
-    logits = hidden @ kernel
-    logits -= logits.max(-1, keepdims=True)
-    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    log_probabilities = log_softmax(hidden @ kernel, -1)
     weights = np.broadcast_to(np.asarray(weights, np.float64), targets.shape)[..., None]
     is_target = np.eye(kernel.shape[1])[targets]
     error = weights * (np.exp(log_probabilities) - is_target)
@@ -77,16 +77,6 @@ def test_loss_and_gradients_are_those_of_float64(B, T, D, V, positions, tied):
         assert relative_error(found, expected) < 1e-5 or np.abs(expected).max() < 1e-6
 
 
-@pytest.mark.parametrize("positions", [1, 7, 15])
-def test_the_mean_with_a_row_all_masked_is_that_of_float64(positions):
-    hidden, kernel, targets, weights = problem(3, 15, rows=3)
-    weights = weights.at[1].set(0.0)
-    mean = lambda *operands: loss_of(targets, weights, positions)(*operands) / jnp.sum(weights)  # noqa: E731
-    loss, (dx, dW) = jax.jit(jax.value_and_grad(mean, (0, 1)))(hidden, kernel)
-    assert_near((loss, dx, dW), (hidden, kernel, targets, weights / float(weights.sum())))
-    assert (dx[1] == 0.0).all()
-
-
 def test_bfloat16_gradients_of_the_kernel_are_float32():
     operands = problem(8, 64, 16, 128, dtype=jnp.bfloat16)
     loss, dx, dW = chunked(*operands, 5)
@@ -130,23 +120,9 @@ def test_one_pass_over_logits_computes_the_same(scale, vocab_axis, monkeypatch):
     assert jnp.isnan(loss_of(wrong, jnp.ones((1, 9)))(hidden, kernel))
 
 
-def test_float64_is_kept(x64):
-    hidden, kernel, targets, weights = problem()
-    operands = (hidden.astype(jnp.float64), kernel.astype(jnp.float64), targets, weights.astype(jnp.float64))
-    found = chunked(*operands, 3)
-    assert {array.dtype for array in found} == {np.dtype("float64")}
-    assert_near(found, operands, 1e-14)
-
-
-def test_large_logits_and_unweighted_targets_are_harmless():
-    hidden, kernel, targets, weights = problem()
-    operands = (1e4 * hidden, kernel, targets, weights)
-    assert_near(chunked(*operands, 2), operands)
-    weights = weights.at[0, 2].set(0.0)
-    elsewhere = np.where(np.arange(7) == 2, -1, targets)
-    results = (chunked(hidden, kernel, t, weights, 2) for t in (targets, elsewhere))
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_large_logits_are_harmless():
+    hidden, *rest = problem()
+    assert_near(chunked(1e4 * hidden, *rest, 2), (1e4 * hidden, *rest))
 
 
 def dense_sum(hidden, kernel, targets, weights):
@@ -323,15 +299,9 @@ MODELS = {
 TOKENS = np.random.default_rng(3).integers(0, 24, (4, 12))
 
 
-def _params(config):
-    shapes = parameter_shapes(config)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32), shapes)
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relaxed" else pytest.mark.slow) for n in MODELS])
 def test_chunks_change_no_gradient_of_a_model(name):
-    config, params = MODELS[name], _params(MODELS[name])
+    config, params = MODELS[name], drawn_params(MODELS[name], 0.3)
     loss = lambda params, positions: loss_sum_nats(Transformer(config), params, TOKENS, positions)  # noqa: E731
     step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
     (plain, count), expected = step(params, None)
@@ -345,7 +315,7 @@ def test_chunks_change_no_gradient_of_a_model(name):
 
 @pytest.mark.parametrize("include", ["", quant.ALL_BUT_HEAD])
 def test_quantised_models_may_be_chunked(include):
-    config, params = MODELS["untied"], _params(MODELS["untied"])
+    config, params = MODELS["untied"], drawn_params(MODELS["untied"], 0.3)
 
     def loss(chunk_positions, include):
         model = Transformer(config, linear=quant.quantized_linear(quant.INT8_COARSE, include=include))

@@ -17,7 +17,7 @@ from orthojax.report.page import Cell
 from orthojax.report.results import pairs
 from orthojax.report.tables import Paired
 
-X, Y = Metric("x"), Metric("y")
+X = Metric("x")
 
 
 def made_up(given=(), aliases=None, **variants):
@@ -37,8 +37,8 @@ def verdict(claim, **variants):
     return c.judge(claim, made_up(**variants)).verdict
 
 
-def seeds(*values, name="x"):
-    return [{name: value} if value is not None else None for value in values]
+def seeds(*values):
+    return [{"x": value} if value is not None else None for value in values]
 
 
 # Text and value.
@@ -98,12 +98,6 @@ def test_logic_that_of_python_and_written_as_computed(drawn):
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
-        ((X["a"] + 1) * 2 < Y["b"] / (X["a"] - 3), "(x of a + 1) * 2 < y of b / (x of a - 3)"),
-        (X["a"] - (X["b"] - 1) > 0, "x of a - (x of b - 1) > 0"),
-        (X["a"] / (X["b"] * 2) >= 1, "x of a / (x of b * 2) >= 1"),
-        (1 - X["a"] <= 0.5, "1 - x of a <= 0.5"),
-        (~(X["a"] < 1) & ((X["a"] > 2) | (X["b"] > 2)), "not x of a < 1 and (x of a > 2 or x of b > 2)"),
-        (~((X["a"] < 1) & (X["b"] < 1)), "not (x of a < 1 and x of b < 1)"),
         (((X["a"] < 1) & (X["b"] < 1)).in_every_seed(), "(x of a < 1 and x of b < 1) in every seed"),
         (abs(X["a"] - 1) < 2, "|x of a - 1| < 2"),
         (c.largest(X["a"], X["b"], 3) > c.smallest(X["a"], 0), "max(x of a, x of b, 3) > min(x of a, 0)"),

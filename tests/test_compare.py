@@ -87,19 +87,14 @@ def test_other_evaluations_and_equal_configs_are_pointed_out(tmp_path, compare, 
     assert ("Fields of the config" in printed) == differ
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["a"], "only one run"),
-        (["a", "missing"], "missing"),
-        (["a", "a"], "'a'"),
-        (["a", "damaged"], "evaluation.json"),
-    ],
-)
+WRONG = {"a": "only one run", "a missing": "missing", "a a": "'a'", "a damaged": "evaluation.json"}
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG.items())
 def test_wrong_arguments_are_refused(tmp_path, compare, arguments, says):
     made(tmp_path / "a"), made(tmp_path / "damaged", evaluation=[])
     with pytest.raises(UserError, match=says) as refused:
-        compare(*arguments)
+        compare(*arguments.split())
     assert len(str(refused.value).splitlines()) <= 3
     assert not (tmp_path / "report").exists()
 

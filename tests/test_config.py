@@ -60,16 +60,9 @@ def test_every_type_is_read_from_text_or_refused():
 
 # Overrides.
 
-OVERRIDES = {
-    "model.num_kv_heads": ("2", 2),
-    "model.position": ("rotary", "rotary"),
-    "model.attention": ("true", True),
-    "optim.learning_rate": ("3e-4", 3e-4),
-    "optim.clip_norm": ("none", None),
-    "optim.rotation.kind": ("haar", "haar"),
-    "data.tokenizer": ("bytes", "bytes"),
-    "train.steps": ("2e3", 2000),
-}
+OVERRIDES = {"model.num_kv_heads": ("2", 2), "model.position": ("rotary", "rotary"), "model.attention": ("true", True)}
+OVERRIDES |= {"optim.learning_rate": ("3e-4", 3e-4), "optim.clip_norm": ("none", None), "train.steps": ("2e3", 2000)}
+OVERRIDES |= {"optim.rotation.kind": ("haar", "haar"), "data.tokenizer": ("bytes", "bytes")}
 
 
 def test_one_override_changes_one_field():
@@ -336,10 +329,7 @@ def test_every_field_says_what_it_affects():
     assert "remat" in c.fields_affecting(ModelConfig, "computation", "nothing")
 
 
-def test_optional_groups_take_overrides_and_go_through_json():
+def test_optional_groups_take_overrides_and_are_taken_back():
     config = replace(Config(), {"model.rope.scaling": "linear", "model.rope.factor": "2", "model.latent.d_rotary": 8})
     assert config.model.rope == c.RopeConfig(scaling="linear", factor=2.0)
-    assert from_json(Config, to_json(config)) == config
-    changes = c.changed_fields(Config(), config)
-    assert replace(Config(), changes) == config
-    assert replace(config, dict.fromkeys(changes)) == Config()
+    assert replace(config, dict.fromkeys(c.changed_fields(Config(), config))) == Config()

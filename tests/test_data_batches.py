@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from small_runs import times
 
 from orthojax import data
 from orthojax.config import DataConfig
@@ -85,10 +86,6 @@ def config(tmp_path):
     return DataConfig(kind="text", paths=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt")), tokenizer="bytes")
 
 
-def modified(cache):
-    return {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-
-
 def test_text_is_divided_and_described(config, tmp_path):
     dataset = open_dataset(config, tmp_path / "cache")
     cut = len(TEXT) - len(TEXT) // 10  # of few documents, the last tenth of each is held out
@@ -121,9 +118,9 @@ def test_the_cache_is_what_prepare_writes(config, tmp_path):
     folder = dataset.tokenizer_path.parent
     contents = [{path.name: path.read_bytes() for path in of.iterdir()} for of in (folder, tmp_path / "out")]
     assert contents[0] == contents[1]
-    before = modified(tmp_path / "cache")
+    before = times(tmp_path / "cache")
     again = open_dataset(config, tmp_path / "cache", progress=lambda *call: calls.append(call))
-    assert modified(tmp_path / "cache") == before
+    assert times(tmp_path / "cache") == before
     assert again.provenance == dataset.provenance
     assert not calls
     (folder / "validation.bin").unlink()

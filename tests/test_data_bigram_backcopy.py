@@ -19,27 +19,17 @@ from orthojax.config import DataConfig
 from orthojax.data import BigramBackcopy, default_text, open_task
 from orthojax.data.bigram_backcopy import EVALUATION, TRAINING
 
-B, T = 1024, 64
 B2, T2 = 256, 23
 TEXT = "the cat sat, a hat set. " * 3 + "see the tea at sea, that etc. "
-
-
-@pytest.fixture(scope="module")
-def task():
-    return BigramBackcopy.from_text(default_text(), 3)
-
-
-@pytest.fixture(scope="module")
-def tokens(task):
-    return np.asarray(task.batch(0, B, T, seed=7))
 
 
 # The law.
 
 
-def test_statistics_against_plain_counting(task):
+def test_statistics_against_plain_counting():
     """And the laws that follow from them."""
-    text, V = default_text(), task.vocab_size
+    task, text = BigramBackcopy.from_text(default_text(), 3), default_text()
+    V = task.vocab_size
     follows = collections.defaultdict(collections.Counter)
     for a, b in zip(text, text[1:] + text[0], strict=True):
         follows[a][b] += 1
@@ -69,31 +59,21 @@ def small(**options):
     return BigramBackcopy.from_text(TEXT, 2, **options)
 
 
-# One program for each; the text has few characters, so that everything can be enumerated.
+# One program for each; the text has few characters, so that everything can be enumerated. Rule, another rule and its
+# probability, BOS tokens, position of the delimiter.
 CASES = {
-    "backcopy": {},
-    "backward": {"rule": "bigram_backward"},
-    "markov": {"rule": "markov", "bos_count": 0},
-    "skip": {"rule": "skip_bigram"},
-    "skip, not at triggers": {
-        **{"rule": "skip_bigram", "other_rule": "markov", "other_rule_probability": 1.0},
-        **{"bos_count": 2, "delimiter_position": 17},
-    },
-    "skip or in-context": {
-        "rule": "skip_bigram",
-        "other_rule": "in_context_bigram",
-        "other_rule_probability": 0.3,
-        "bos_count": 0,
-    },
-    "in-context": {"rule": "in_context_bigram", "bos_count": 2, "delimiter_position": 18},
-    "backcopy or in-context": {"other_rule": "in_context_bigram", "other_rule_probability": 0.3},
-    "in-context or backward": {
-        **{"rule": "in_context_bigram", "other_rule": "bigram_backward", "other_rule_probability": 0.4},
-        **{"bos_count": 0, "delimiter_position": 16},
-    },
+    "backcopy": ("backcopy", "markov", 0.0, 1, None),
+    "backward": ("bigram_backward", "markov", 0.0, 1, None),
+    "markov": ("markov", "markov", 0.0, 0, None),
+    "skip": ("skip_bigram", "markov", 0.0, 1, None),
+    "skip, not at triggers": ("skip_bigram", "markov", 1.0, 2, 17),
+    "skip or in-context": ("skip_bigram", "in_context_bigram", 0.3, 0, None),
+    "in-context": ("in_context_bigram", "markov", 0.0, 2, 18),
+    "backcopy or in-context": ("backcopy", "in_context_bigram", 0.3, 1, None),
+    "in-context or backward": ("in_context_bigram", "bigram_backward", 0.4, 0, 16),
 }
-
-
+OPTIONS = ("rule", "other_rule", "other_rule_probability", "bos_count", "delimiter_position")
+CASES = {name: dict(zip(OPTIONS, row, strict=True)) for name, row in CASES.items()}
 # Two of what others have one by one, or with another partner.
 QUICK_AND_SLOW = quick_and_slow(CASES, ["skip or in-context", "backcopy or in-context"])
 
@@ -256,25 +236,6 @@ def test_interpolation_ends_in_its_two_rules(p, name):
     np.testing.assert_array_equal(mixed.oracle(rows[:, :-1]), law)
 
 
-def test_the_oracle_has_the_least_cross_entropy(task, tokens):
-    law = np.asarray(task.oracle(tokens[:, :-1]), np.float64)
-
-    def nats(prediction):
-        return -np.log(np.take_along_axis(prediction, tokens[:, 1:, None], -1)).mean()
-
-    oracle = nats(law)
-    entropy = -(law * np.log(np.where(law > 0, law, 1))).sum(-1).mean()
-    assert oracle == pytest.approx(entropy, rel=0.01)  # finite, so every token drawn was possible
-    sharper = law**1.1
-    for other in (0.98 * law + 0.02 / task.vocab_size, sharper / sharper.sum(-1, keepdims=True)):
-        assert nats(other) > oracle
-    with_triggers_at_bos = law.copy()
-    with_triggers_at_bos[:, 0] = task.marginal
-    assert nats(with_triggers_at_bos) == pytest.approx(
-        oracle - np.log(1 - task.marginal[task.triggers].sum()) / T, rel=1e-6
-    )
-
-
 # Where the counts come from.
 
 
@@ -291,17 +252,6 @@ def test_a_task_is_opened_as_its_config_says(tmp_path):
     assert task == BigramBackcopy.from_text(default_text())
     assert provenance["source"] == "bigram_backcopy of pydoc_data.topics"
     assert provenance["characters"] == "".join(task.characters)
-
-
-def test_the_last_character_has_a_successor():
-    task = BigramBackcopy.from_text("aabaab" * 3 + "z", trigger_count=1)
-    z, a = task.characters.index("z"), task.characters.index("a")
-    assert task.transition[z, a] == 1.0  # the text is a circle
-    assert np.isfinite(task.transition).all()
-    tokens = np.asarray(task.batch(0, 500, 20, seed=0))
-    after_z = tokens[:, 1:][tokens[:, :-1] == z]
-    assert len(after_z) > 100
-    assert (after_z == a).all()
 
 
 def test_ties_go_to_the_smaller_character():

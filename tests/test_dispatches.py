@@ -3,12 +3,10 @@
 import os
 import signal
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_run import TINY, Stop, assert_trees_close, bits, inputs, lines, rows, stop_at
+from tiny_run import TINY, Stop, bits, inputs, lines, stop_at
 
 from orthojax import train as training
 from orthojax.config import replace
@@ -90,20 +88,6 @@ def test_no_bit_depends_on_the_steps_of_a_dispatch(one_by_one, tmp_path, most):
     assert [line["step"] for line in expected[0] if "loss_nats" in line] == [1, 2, 4, 6, 8, 10, 12, 13]
 
 
-def test_they_are_the_steps_of_a_plain_python_loop(one_by_one):
-    state, step = training.init_state(CONFIG), training.make_train_step(CONFIG)
-    norms = []
-    for number in range(13):
-        state, metrics = step(state, jnp.asarray(rows(number)))
-        norms.append(float(metrics.update_norm))
-    logged = {line["step"]: line["update_norm"] for line in one_by_one[0] if "update_norm" in line}
-    assert [logged[n] for n in logged] == pytest.approx([norms[n - 1] for n in logged], rel=1e-5)
-    params = {
-        path: np.frombuffer(data, kind).reshape(shape) for path, (kind, shape, data) in one_by_one[1][13][0].items()
-    }
-    assert_trees_close(state.params, params, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -116,17 +100,6 @@ def test_nor_however_a_step_is_computed(tmp_path, changes):
     states = [train(of(most, **FREE, **changes), inputs(), tmp_path / f"{most}") for most in (1, 5)]
     assert bits(states[1]) == bits(states[0])
     assert lines(tmp_path / "5") == lines(tmp_path / "1")
-
-
-def test_nor_if_they_draw_from_a_task(tmp_path):
-    (tmp_path / "text").write_text("the cat sat on the mat. " * 20)
-    task = {"data.kind": "bigram_backcopy", "data.paths": (str(tmp_path / "text"),), "data.seed": 2**32 - 1}
-    found = []
-    for most in (1, 4):
-        config = of(most, **task)
-        train(config, training.open_inputs(config, tmp_path), tmp_path / f"{most}")
-        found.append(everything(tmp_path / f"{most}"))
-    assert found[0] == found[1]
 
 
 # What happens within a dispatch.

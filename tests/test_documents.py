@@ -42,10 +42,11 @@ def blocks(language: str, text: str = README) -> list[str]:
     return [textwrap.dedent(block) for _, block in found]
 
 
-def the_block(word: str, page: str) -> str:
-    """The only block of Python in a guide that has a word."""
-    (found,) = [block for block in blocks("python", GUIDES[page]) if word in block]
-    return found
+def names_of(word: str, page: str = "", **names) -> dict:
+    """Runs the only block of Python in a guide, or the README, that has a word, and returns its names."""
+    (found,) = [block for block in blocks("python", GUIDES.get(page, README)) if word in block]
+    exec(found, names)
+    return names
 
 
 def test_ci_runs_the_test_command_of_the_readme():
@@ -56,9 +57,7 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 
 def test_optimizers_of_the_guide_are_equal():
-    code = the_block("from_parts", "optimizer.md")
-    names: dict = {}
-    exec(code, names)
+    names = names_of("from_parts", "optimizer.md")
     params = {"kernel": jax.random.normal(jax.random.key(0), (32, 4)), "embedding": jnp.ones((8, 32))}
     grads = jax.tree.map(jnp.sin, params)
     whole, _ = names["optimizer"].update(grads, names["optimizer"].init(params), params)
@@ -75,8 +74,7 @@ def test_optimizers_of_the_guide_are_equal():
 
 
 def test_axes_rule_of_the_guide_fits_flax_attention():
-    names: dict = {"orthojax": orthojax}
-    exec(the_block("def axes", "optimizer.md"), names)
+    names = names_of("def axes", "optimizer.md", orthojax=orthojax)
     attention, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.ones((1, 6, 16))
     params = {"attention": attention.init(jax.random.key(0), x)["params"], "embedding": jnp.ones((8, 16))}
     found = orthojax.optim.describe(orthojax.Rotation(axes=names["axes"]), params)
@@ -98,61 +96,41 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
 
 
 def test_the_norm_of_the_guide_is_that_of_the_model():
-    names: dict = {}
-    exec(the_block("SingleScaleNorm", "optimizer.md"), names)
     x = jax.random.normal(jax.random.key(0), (2, 16)) + 1.0
-    y, params = names["SingleScaleNorm"]().init_with_output(jax.random.key(0), x)
+    y, params = names_of("SingleScaleNorm", "optimizer.md")["SingleScaleNorm"]().init_with_output(jax.random.key(0), x)
     assert jax.tree.map(jnp.shape, params) == {"params": {"scale": ()}}
     assert jnp.allclose(y, x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
 
 
 def test_guide_shards_the_state_over_the_data_axis():
-    code, placing = the_block("zero1", "optimizer.md"), the_block("nnx_optimizer", "optimizer.md")
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params = {"kernel": jnp.ones((8, 16))}
     shardings = {"kernel": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))}
     r = orthojax.Rotation(axes=16, embeddings="")
-    names = {"orthojax": orthojax, "params": params, "shardings": shardings, "r": r}
-    exec(code, names)
+    names = names_of("zero1", "optimizer.md", orthojax=orthojax, params=params, shardings=shardings, r=r)
     state = jax.jit(names["optimizer"].init, out_shardings=names["state_shardings"])(params)
     assert state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
-    names |= {"jax": jax, "nnx_optimizer": types.SimpleNamespace(opt_state=names["optimizer"].init(params))}
-    exec(placing, names)
-    assert names["nnx_optimizer"].opt_state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
+    whole = types.SimpleNamespace(opt_state=names["optimizer"].init(params))
+    names_of("nnx_optimizer", "optimizer.md", **names | {"jax": jax, "nnx_optimizer": whole})
+    assert whole.opt_state[0].inner.mu["kernel"].addressable_shards[0].data.shape == (2, 8)
 
 
-@pytest.mark.parametrize("text", [README, GUIDES["attention.md"]], ids=["README", "guide"])
-def test_attention_of_the_documents_runs(text):
-    (code,) = [block for block in blocks("python", text) if "dot_product_attention" in block]
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
-    names = {"orthojax": orthojax, "query": query, "key": key, "value": value}
-    exec(code, names)
-    assert names["out"].shape == (1, 4, 2, 8)
+def test_attention_of_the_documents_is_that_of_the_library():
+    given = dict(zip(("query", "key", "value"), jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8)), strict=True))
+    for page in ("", "attention.md"):
+        assert names_of("dot_product_attention", page, orthojax=orthojax, **given)["out"].shape == (1, 4, 2, 8)
+    by_hand = names_of("einsum", "attention.md", mask=jnp.tril(jnp.ones((4, 4), bool)), **given)["out"]
+    assert jnp.allclose(by_hand, orthojax.dot_product_attention(**given, is_causal=True), atol=1e-6)
 
 
-def test_attention_by_hand_is_the_same():
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
-    names = {"query": query, "key": key, "value": value, "mask": jnp.tril(jnp.ones((4, 4), bool))}
-    exec(the_block("einsum", "attention.md"), names)
-    assert jnp.allclose(names["out"], orthojax.dot_product_attention(query, key, value, is_causal=True), atol=1e-6)
-
-
-def test_the_model_of_the_guide_runs():
-    names: dict = {}
-    exec(the_block("Transformer", "model.md"), names)
+def test_model_and_rounding_of_the_guides_run():
+    names = names_of("Transformer", "model.md")
     assert names["logits"].shape == (1, 16, names["config"].vocab_size)
-
-
-def test_rounding_of_the_guide_runs():
-    names: dict = {}
-    exec(the_block("quantize_params", "measure.md"), names)
-    assert 0 < names["error"] < 2 / 15  # of a range of 2 in 16 levels
+    assert 0 < names_of("quantize_params", "measure.md")["error"] < 2 / 15  # of a range of 2 in 16 levels
 
 
 def test_flax_attends_as_the_guide_says():
-    names: dict = {}
-    exec(the_block("MultiHeadAttention", "attention.md"), names)
-    layer = names["layer"]
+    layer = names_of("MultiHeadAttention", "attention.md")["layer"]
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))
     out, _ = layer.init_with_output(jax.random.key(1), x)
     changed, _ = layer.init_with_output(jax.random.key(1), x.at[:, -1].add(1.0))
@@ -160,9 +138,7 @@ def test_flax_attends_as_the_guide_says():
 
 
 def test_the_optimizers_of_the_readme_run():
-    (code,) = [block for block in blocks("python") if "orthoadam" in block]
-    names: dict = {}
-    exec(code, names)
+    names = names_of("orthoadam")
     params = {"kernel": jnp.ones((32, 16)), "embedding": jnp.ones((4, 32))}
     names["optimizer"].update(params, names["optimizer"].init(params), params)
     found = orthojax.optim.describe(names["r"], params)
@@ -190,9 +166,7 @@ def test_optimizer_guide_trains_in_every_framework(code, capsys):
 
 
 def test_config_of_the_guide_is_the_cured_model():
-    names: dict = {}
-    exec(the_block("get_config", "train.md"), names)
-    config = names["get_config"]()
+    config = names_of("get_config", "train.md")["get_config"]()
     cure = {"model.normalizer": "softmax1", "model.norm": "rmsnorm_single", "model.use_bias": False}
     cure |= {"optim.optimizer": "orthoadam", "optim.rotation.axes": "d_model"}
     assert config == replace(config, cure)
@@ -201,15 +175,8 @@ def test_config_of_the_guide_is_the_cured_model():
 
 
 def test_every_block_of_python_is_tested():
-    tested = {
-        "optimizer.md": 5,
-        "frameworks.md": len(FRAMEWORKS),
-        "attention.md": 3,
-        "model.md": 1,
-        "measure.md": 4,
-        "checkpoints.md": 2,
-        "train.md": 1,
-    }  # three of them in other files
+    tested = {"optimizer.md": 5, "frameworks.md": len(FRAMEWORKS), "attention.md": 3, "model.md": 1, "measure.md": 4}
+    tested |= {"checkpoints.md": 2, "train.md": 1}  # three of all in other files
     for page, text in GUIDES.items():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
         assert len(plain) == tested.get(page, 0), page
@@ -252,12 +219,10 @@ def test_commands_of_the_documents_exist_with_flags():
 
 
 def test_interventions_of_the_guide_run():
-    code = the_block("Interventions", "measure.md")
     config = Config(orthojax.gpt2("tiny", num_layers=2, d_model=16, d_mlp=16, vocab_size=8))
     model, tokens = orthojax.Transformer(config.model), np.arange(8)[None]
     loaded = orthojax.LoadedModel(model, drawn_params(config.model), config, None, ROOT)
-    names = {"orthojax": orthojax, "np": np, "loaded": loaded, "tokens": tokens}
-    exec(code, names)
+    names = names_of("Interventions", "measure.md", orthojax=orthojax, np=np, loaded=loaded, tokens=tokens)
     kurtosis = names["kurtosis_without_head"]
     assert kurtosis.shape == (2, 4)
     assert len(set(kurtosis.ravel())) == 8

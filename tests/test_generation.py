@@ -1,27 +1,27 @@
 """Generation with a cache: the same logits as without one, the distribution of the draws, and rolling windows."""
 
-import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import model_oracle
 import numpy as np
 import pytest
 from model_oracle import stacked_params
 from refusals import assert_refused, refused
+from scipy.special import log_softmax
 from thinned import quick_and_slow
 
 from orthojax import Interventions
-from orthojax.config import Config, DataConfig, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from orthojax.config import Config, DataConfig, ModelConfig, RopeConfig
 from orthojax.model import LoadedModel, Transformer, init_cache, llama2
 from orthojax.model.generation import generate, sampling_logits, stream, stream_loss_nats
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 T = 11
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, T))
-EASY = {"norm": "layernorm", "normalizer_n": 3.0}
 
 
 def loaded(config):
@@ -48,40 +48,26 @@ def cached(config, params, tokens, cache, given=None):
     return jnp.concatenate([first, second, jnp.moveaxis(others[:, :, 0], 0, 1)], 1), cache
 
 
-UNROLLED = {"scan_layers": False}
+# What the float64 oracle does not know, and layers in a scan.
 CASES = {
-    "softmax": {"position": "learned"},
     "softmax1": {"position": "rotary", "num_kv_heads": 2, "relaxed_causal_tokens": 4, "qk_norm": "head"},
-    "softmax_n": {"position": "rotary", "rope": RopeConfig(0.5), "num_kv_heads": 1, "block": "parallel", **UNROLLED},
-    "learned_sink": {"position": "none", "block": "output_norm", "gated_attention": True, **UNROLLED},
+    "softmax_n": {"position": "rotary", "rope": RopeConfig(0.5), "num_kv_heads": 1, "block": "parallel",
+                  "normalizer_n": 3.0, "scan_layers": False},
+    "learned_sink": {"position": "none", "block": "output_norm", "gated_attention": "elementwise"},
     "relu": {"position": "rotary", "rope": RopeConfig(scaling="llama3", factor=2.0, original_length=8),
              "embedding_projection": True},
     "gelu": {"position": "learned", "attention_window": 3, "attention_implementation": "xla_chunked"},
-    "sigmoid": {"position": "learned", "attention": (False, True), "mlp": ("gelu", "none"), **UNROLLED},
     "softpick": {"position": "rotary", "attention_window": 4, "relaxed_causal_tokens": 3, "qk_norm": "all",
                  "use_bias": True},
+    "softmax": {"position": "rotary", "rotary_layers": (False, True), "scan_layers": False, "rope": RopeConfig(
+        1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))},
 }  # fmt: skip
-CONFIGS = {name: ModelConfig(**SMALL | EASY | case, normalizer=name) for name, case in CASES.items()}
-for position in ("rotary", "learned"):
-    CONFIGS[f"gated channels, {position}"] = ModelConfig(
-        **SMALL | EASY, position=position, gated_attention="elementwise")  # fmt: skip
-WINDOWS = llama2("tiny", **SMALL | UNROLLED, num_kv_heads=1, normalizer="learned_sink", attention_window=(3, None))
-CONFIGS |= {
-    "windows by layer": WINDOWS,
-    "windows by layer, soft caps": dataclasses.replace(
-        WINDOWS, block="sandwich_norm", qk_norm="head", rope_local_theta=30.0, attention_soft_cap=1.5,
-        final_soft_cap=3.0, scale_embeddings=True),
-    "rotary layers": llama2("tiny", **SMALL | UNROLLED, rotary_layers=(False, True), rope=RopeConfig(
-        1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))),
-    "latent attention": llama2(
-        "tiny", **SMALL | UNROLLED, d_head=6, mlp=("swiglu", "experts"), rope_theta=100.0,
-        latent=LatentConfig(5, 7, 2, 3), experts=ExpertsConfig(4, num_shared=1, d_expert=5),
-        rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, high_frequency_factor=32.0, mscale=0.7,
-                        mscale_all=0.5)),
-}  # fmt: skip
+CONFIGS = {name: ModelConfig(**SMALL | case, norm="layernorm", normalizer=name) for name, case in CASES.items()}
+KNOWN = ("gpt2", "layers differ", "a gate for each channel", "gpt-oss", "gemma", "query latents, groups of experts")
+CONFIGS |= {name: model_oracle.CONFIGS[name] for name in KNOWN}
 
 
-@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, ("softmax", "gelu")))
+@pytest.mark.parametrize("name", quick_and_slow(CONFIGS, ("gpt2", "gelu")))
 def test_cached_logits_equal_uncached(name):
     config = CONFIGS[name]
     params = stacked_params(config)
@@ -237,14 +223,10 @@ def test_refused(call, arguments, words, error, tmp_path):
 # A rolling window.
 
 
-def losses(config, params, tokens):
-    log_probabilities = jax.nn.log_softmax(uncached(config, params, tokens[:, :-1]))
-    return -np.take_along_axis(np.asarray(log_probabilities), tokens[:, 1:, None], -1)[..., 0]
-
-
 def test_a_window_that_is_large_enough_changes_nothing():
     model = loaded(llama2("tiny", **SMALL, num_kv_heads=2))
-    expected = losses(model.model.config, model.params, TOKENS)
+    log_probabilities = log_softmax(uncached(model.model.config, model.params, TOKENS[:, :-1]), -1)
+    expected = -np.take_along_axis(log_probabilities, TOKENS[:, 1:, None], -1)[..., 0]
     for options in ({}, {"window": 64}, {"window": 60, "sinks": 4}):  # all of one size
         found = stream_loss_nats(model, TOKENS, **options)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
@@ -263,7 +245,7 @@ def test_a_window_sees_first_and_latest_tokens(window, sinks):
 
     rows, last = zip(*map(left, range(1, len(tokens))), strict=True)
     logits = uncached(config, model.params, np.stack(rows))[np.arange(len(rows)), np.array(last)]
-    expected = -np.asarray(jax.nn.log_softmax(logits))[np.arange(len(rows)), tokens[1:]]
+    expected = -log_softmax(logits, -1)[np.arange(len(rows)), tokens[1:]]
     found = stream_loss_nats(model, tokens, window, sinks)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
     # A prompt longer than the window is read to its end.

@@ -199,24 +199,23 @@ TOKENS = ["<|endoftext|>", *"abcdefghi", "ab"]  # as many as the model has
 
 def test_a_split_file_is_read_by_its_first_part(tmp_path):
     params = random_params(GGUF_LLAMA)
-    names = list(tensors := gguf_tensors(GGUF_LLAMA, params))
+    tensors = list(gguf_tensors(GGUF_LLAMA, params).items())
     first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
-    for i, (path, part) in enumerate(((first, names[:3]), (second, names[3:]))):
-        split = {"split__count": 2, "split__no": i}
-        write_gguf(path, GGUF_LLAMA, {name: tensors[name] for name in part}, quantized={}, **split)
-        if path == first:
-            with pytest.raises(UserError, match=second.name):
-                read_gguf(first)
+
+    def write(path, part, number):
+        write_gguf(path, GGUF_LLAMA, dict(part), quantized={}, split__count=2, split__no=number)
+
+    write(first, tensors[:3], 0)
+    with pytest.raises(UserError, match=second.name):
+        read_gguf(first)
+    write(second, tensors[3:], 1)
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(read_gguf(first)[1]), params)
     with pytest.raises(UserError, match="the first of them"):
         read_gguf(second)
-    write_gguf(
-        second, GGUF_LLAMA, {name: tensors[name] for name in names[3:]}, quantized={}, split__count=2, split__no=0
-    )
+    write(second, tensors[3:], 0)
     with pytest.raises(UserError, match="says that it is part 0"):
         read_gguf(first)
-    doubled = {name: 2 * tensors[name] for name in names[3:]}
-    write_gguf(second, GGUF_LLAMA, doubled, quantized={}, split__count=2, split__no=1)
+    write(second, [(name, 2 * tensor) for name, tensor in tensors[3:]], 1)
     again = unstack_layers(read_gguf(first)[1])
     np.testing.assert_array_equal(again["layers_1"]["mlp_norm"]["scale"], 2 * params["layers_1"]["mlp_norm"]["scale"])
 
@@ -242,35 +241,22 @@ def test_a_changed_file_is_read_anew(tmp_path):
 
 def test_the_frequencies_of_llama_3_are_recognised(tmp_path):
     factor = 32.0
-    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA))
     plain = rotary_frequencies(GGUF_LLAMA.head_dim, GGUF_LLAMA.rope_theta)
-    tensors["rope_freqs.weight"] = np.asarray(plain / llama3_frequencies(plain, factor, 8192), np.float32)
-    write_gguf(tmp_path / "model.gguf", GGUF_LLAMA, tensors)
-    config, _ = read_gguf(tmp_path / "model.gguf")
+    factors = np.asarray(plain / llama3_frequencies(plain, factor, 8192), np.float32)
+    config, _ = read_with(tmp_path, {"rope_freqs.weight": factors})
     assert config.rope == RopeConfig(scaling="llama3", factor=factor, original_length=8192)
     assert orthojax.load(tmp_path / "model.gguf").tokenizer is None  # the file has none
-    tensors["rope_freqs.weight"] = tensors["rope_freqs.weight"] * 1.5
-    write_gguf(tmp_path / "other.gguf", GGUF_LLAMA, tensors)
     with pytest.raises(UserError, match=r"rope_freqs\.weight"):
-        read_gguf(tmp_path / "other.gguf")
+        read_with(tmp_path, {"rope_freqs.weight": 1.5 * factors})
 
 
-def cut(share):
-    def damage(content):
-        return content[: int(len(content) * share)]
-
-    return damage
-
-
-def with_count(content):
-    return content[:16] + struct.pack("<Q", 2**60) + content[24:]
-
-
-def read_damaged(folder, damage):
-    path = folder / "model.gguf"
-    write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)))
+def read_with(folder, tensors=None, damage=lambda content: content, **options):
+    """Reads a file with other tensors, metadata or bytes."""
+    path, tensors = folder / "model.gguf", gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)) | (tensors or {})
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    write_gguf(path, GGUF_LLAMA, tensors, **options)
     path.write_bytes(damage(path.read_bytes()))
-    read_gguf(path)
+    return read_gguf(path)
 
 
 ARRAY = b"llama.attention.head_count_kv"  # then: type 9, type of its elements, count
@@ -278,30 +264,23 @@ ARRAY = b"llama.attention.head_count_kv"  # then: type 9, type of its elements, 
 
 def read_overwritten(folder, name, offset, written):
     """Reads a file of which some bytes after a name are others."""
-    path = folder / "model.gguf"
-    write_gguf(path, GGUF_LLAMA, gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)), quantized={},
-               llama__attention__head_count_kv=[2, 2])  # fmt: skip
-    content = bytearray(path.read_bytes())
-    place = content.index(name) + len(name) + offset
-    content[place : place + len(written)] = written
-    path.write_bytes(content)
-    read_gguf(path)
 
+    def damage(content):
+        place = content.index(name) + len(name) + offset
+        return content[:place] + written + content[place + len(written) :]
 
-def read_with(folder, more, **options):
-    tensors = gguf_tensors(GGUF_LLAMA, random_params(GGUF_LLAMA)) | more
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    write_gguf(folder / "model.gguf", GGUF_LLAMA, tensors, **options)
-    read_gguf(folder / "model.gguf")
+    read_with(folder, damage=damage, quantized={}, llama__attention__head_count_kv=[2, 2])
 
 
 TWO = np.ones(2, np.float32)
 
 
 @refused(
-    (read_damaged, [
+    (lambda d, damage: read_with(d, damage=damage), [
         (damage, "model.gguf") for damage in (
-            cut(0.9), cut(0.05), lambda content: b"", lambda content: b"GGML" + content[4:], with_count)]),
+            lambda content: content[: len(content) * 9 // 10], lambda content: content[: len(content) // 20],
+            lambda content: b"", lambda content: b"GGML" + content[4:],
+            lambda content: content[:16] + struct.pack("<Q", 2**60) + content[24:])]),
     (read_overwritten, [
         (ARRAY, 8, struct.pack("<Q", 2**62), "head_count_kv, 4,611,686,018,427,387,904 values, needs"),
         (ARRAY, 4, struct.pack("<IQ", 0, 2**62), "needs 4,611,686,018,427,387,904 bytes"),
@@ -312,7 +291,7 @@ TWO = np.ones(2, np.float32)
     (read_with, [
         ({"blk.0.attn_q.lora": TWO}, "blk.0.attn_q.lora"), ({"blk.1.ffn_norm.weight": None}, "blk.1.ffn_norm.weight"),
         ({"blk.9.attn_output.weight": TWO}, "blk.9.attn_output.weight")]),
-    (lambda d, options: read_with(d, {}, **options), [
+    (lambda d, options: read_with(d, **options), [
         ({"architecture": "mamba"}, "mamba"), ({"architecture": "gemma22"}, "did you mean 'gemma2'"),
         ({"llama__logit_scale": "2"}, "llama.logit_scale"), ({"llama__rope__scaling__type": "yarn"}, "factor"),
         ({"llama__attention__layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon"),

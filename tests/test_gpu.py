@@ -14,7 +14,6 @@ from test_chunked_cross_entropy import chunked, numpy_loss, problem, relative_er
 from orthojax.config import Config, DataConfig, OptimConfig, TrainConfig
 from orthojax.model import gpt2
 from orthojax.ops import dot_product_attention
-from orthojax.ops.attention import cudnn
 from orthojax.optim import Rotation, orthoadam
 from orthojax.train.step import TrainState, init_state, make_train_step
 
@@ -35,10 +34,6 @@ CASES = {
     "softmax_n": (0.5, {"is_causal": True}),
     "learned sinks": (SINK, {"is_causal": True}),
 }
-
-
-def test_cudnn_runs():
-    assert cudnn.unavailable() == ""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_run import Stop, assert_trees_close, bits, by_path, lines, loaded, stop_at
+from tiny_run import Stop, assert_trees_close, bits, blank_state, by_path, drawn_params, lines, loaded, stop_at
 
 from orthojax import config as c
 from orthojax import train as training
 from orthojax.config import Config, DataConfig, MeshConfig, replace
 from orthojax.errors import UserError
 from orthojax.model import Transformer, gpt2, llama2, parameter_shapes
-from orthojax.train import Inputs, evaluate, init_state, make_mesh, opening, place_rows, train
+from orthojax.train import Checkpoints, Inputs, evaluate, init_state, make_mesh, opening, place_rows, train
 from orthojax.train.data import batches
 from orthojax.train.mesh import parameter_shardings
 from orthojax.train.step import jit_train_step
@@ -406,11 +406,13 @@ def test_batches_come_in_order_two_ahead(mesh):
 
 
 def test_run_on_a_mesh_begins_with_given_parameters(tmp_path):
-    config = replace(SMALL, {"train.steps": 3})
-    source = train(config, INPUTS, tmp_path / "source")
+    config = replace(SMALL, {"train.steps": 1, "optim.warmup_steps": 0, "optim.optimizer": "sgd"})
+    params = drawn_params(config.model)
+    with Checkpoints(tmp_path / "source/checkpoints", keep=1) as checkpoints:
+        checkpoints.save(blank_state(config)._replace(params=params), config, INPUTS.provenance)
     given = {"train.init_from": str(tmp_path / "source"), "optim.learning_rate": 1e-9}
     state = train(on(config, 2, 2, 2, **given), INPUTS, tmp_path / "run")
-    assert_trees_close(state.params, source.params, atol=1e-7)
+    assert_trees_close(state.params, params, atol=1e-7)
 
 
 @pytest.mark.slow

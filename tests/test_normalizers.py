@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from orthojax.config.model import NormalizerName
 from orthojax.ops import normalizers
-from orthojax.ops.normalizers import apply_normalizer, softmax, softmax1, softmax_n, softmax_with_sink, softpick
+from orthojax.ops.normalizers import apply_normalizer, softmax1, softmax_n, softmax_with_sink, softpick
 
 SINK = 0.75  # the same number in every dtype
 WITH_SINK = lambda x, axis=-1, where=None: softmax_with_sink(x, jnp.asarray(SINK, x.dtype), axis, where)  # noqa: E731
@@ -41,10 +41,9 @@ def _mask(shape=(3, 4, 7)):
 # The contract of every normalizer.
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("masked", [False, True])
-def test_values_are_the_definition_on_every_axis(name, masked):
+def test_values_are_the_definition_on_every_axis(name, masked, x64):
     x, where = _example(), _mask() if masked else None
     expected = oracle(name, x, where)
     axes = (-1, 0, -2)
@@ -105,17 +104,7 @@ def test_every_name_can_be_set_in_the_config():
     assert set(get_args(normalizers.Name)) <= set(get_args(NormalizerName))  # `test_model` applies all of the config's
 
 
-# Eq. 1 and its neighbours.
-
-
-def test_sinks_contain_softmax_n_which_contains_both():
-    x, where = jnp.asarray(_example(), jnp.float32), jnp.asarray(_mask()).at[1, 2, 0].set(True)
-    np.testing.assert_allclose(softmax_n(x, 0.0, where=where), jax.nn.softmax(x, where=where), rtol=1e-6)
-    np.testing.assert_array_equal(softmax_n(x, 1.0, where=where), softmax1(x, where=where))
-    np.testing.assert_array_equal(softmax(x), jax.nn.softmax(x))
-    for n in (0.0, 0.3, 1.0, 20.0):
-        sink = jnp.full((1, 1, 1), np.log(n) if n else -np.inf, jnp.float32)
-        np.testing.assert_allclose(softmax_with_sink(x, sink, where=where), softmax_n(x, n, where=where), rtol=1e-5)
+# Extremes.
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -152,13 +141,8 @@ def test_softpick_is_right_for_extreme_logits(dtype):
 # Derivatives.
 
 
-def _jacobian(y):
-    return np.diag(y) - np.outer(y, y)
-
-
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ALL)
-def test_first_and_second_derivatives_match_finite_differences(name):
+def test_first_and_second_derivatives_match_finite_differences(name, x64):
     x, v, c = (_example((2, 5), seed, scale=1.5) for seed in range(3))
     where = np.array([[True, False, True, True, True], [False] * 5])
     f = lambda x: ALL[name](x, where=where)  # noqa: E731
@@ -179,8 +163,7 @@ def test_first_and_second_derivatives_match_finite_differences(name):
     np.testing.assert_allclose(jnp.vdot(v, here[2]), jnp.vdot(c, of_value), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("x64")
-def test_sink_gradient_is_of_an_appended_logit():
+def test_sink_gradient_is_of_an_appended_logit(x64):
     x, c = jnp.asarray(_example((2, 3, 4, 5))), jnp.asarray(_example((2, 3, 4, 5), seed=4))
     where = jnp.asarray(_mask((2, 3, 4, 5)))
     sink = jnp.asarray(_example((3,), seed=5))

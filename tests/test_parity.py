@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from orthojax.config import ModelConfig
 from orthojax.data.chat import chat_template, render_chat
 from orthojax.data.tokenizers import load_tokenizer
 from orthojax.errors import UserError
@@ -291,15 +290,6 @@ def test_blocks_of_mxfp4_are_those_of_transformers():
     scales = random.integers(110, 140, blocks.shape[:-1], dtype=np.uint8)
     theirs = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
     np.testing.assert_array_equal(_read_mxfp4("x", lambda: blocks, lambda: scales), theirs.numpy())
-
-
-def test_transformers_does_not_load_softmax1_models(tokens, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = ModelConfig(vocab_size=V, max_length=64, norm="rmsnorm", normalizer="softmax1", num_kv_heads=2)
-    params = Transformer(config).init(jax.random.key(0), jnp.asarray(tokens))["params"]
-    assert write_folder(tmp_path / "out", config, params) == "orthojax"
-    with pytest.raises(ValueError, match="orthojax"):
-        transformers.AutoConfig.from_pretrained(tmp_path / "out")
 
 
 # Text of .gguf files; llama.cpp's own tokenizer is in the package llama-cpp-python, which the extra does not have.

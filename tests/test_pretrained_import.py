@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import weakref
@@ -15,16 +16,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers as hf
-from model_oracle import stacked_params
+from model_oracle import CONFIGS, stacked_params
 from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 import orthojax
 from orthojax import pretrained, quant
-from orthojax.config import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
+from orthojax.config import Config, ExpertsConfig, LatentConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
-from orthojax.model import LoadedModel, Transformer, bigram_backcopy, gpt2, llama2
+from orthojax.model import LoadedModel, Transformer, gpt2, llama2, unstack_layers
 from orthojax.ops import rotary_frequencies
 from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
 from orthojax.pretrained.configs import read_foreign_config, write_config
@@ -52,6 +53,7 @@ GEMMA = llama2("tiny", **UNROLLED, num_kv_heads=1, mlp="geglu", scale_embeddings
 KINDS = {
     "gpt2": (gpt2("tiny", **SMALL), "gpt2"),
     "llama": (LLAMA, "llama"),
+    "mistral": (llama2("tiny", **SMALL, num_kv_heads=2, attention_window=3), "mistral"),
     "qwen2 with windows": (llama2("tiny", **SMALL, use_bias="qkv", attention_window=3), "qwen2"),
     "qwen2 with windows in some layers": (
         llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(None, 3)), "qwen2"),
@@ -86,20 +88,12 @@ KINDS = {
                experts=ExpertsConfig(num_experts=6, d_expert=3, groups=3, groups_per_token=2)),
         "deepseek_v2",
     ),
-    "softmax-1, unrolled": (ModelConfig(**UNROLLED, normalizer="softmax1", gated_attention=True), "orthojax"),
-    "projected embeddings": (gpt2("tiny", **SMALL, embedding_projection=True), "orthojax"),
-    "learned sinks": (llama2("tiny", **SMALL, normalizer="learned_sink", use_bias=True), "orthojax"),
-    "layers differ": (bigram_backcopy(**UNROLLED, attention=(False, True), mlp=("linear", "relu")), "orthojax"),
-    "DeepSeek with softmax-1": (llama2("tiny", **UNROLLED, latent=LatentConfig(5, d_rotary=2), mlp="experts",
-                                       experts=ExpertsConfig(), normalizer="softmax1"), "orthojax"),
+    **{name: (CONFIGS[name], "orthojax") for name in (
+        "rich", "layers differ", "projected embeddings", "latent attention and experts", "gated relu")},
 }  # fmt: skip
 
 
-def unrolled(params):
-    return orthojax.model.unstack_layers(params) if "layers" in params else params
-
-
-SLOW = ("learned sinks", "DeepSeek with softmax-1", "qwen2 with windows", "deepseek, scanned")
+SLOW = ("rich", "latent attention and experts", "qwen2 with windows", "deepseek, scanned")
 
 
 @pytest.mark.parametrize("name", quick_and_slow(KINDS, SLOW))
@@ -114,7 +108,8 @@ def test_what_is_written_is_read_exactly(name, tmp_path):
     assert computed_as(read) == computed_as(config)
     assert read == config or model_type != "orthojax"
     jax.eval_shape(Transformer(read).apply, {"params": same}, np.arange(8)[None])
-    params, same = unrolled(params), unrolled(same)  # an import scans wherever it can
+    # An import scans wherever it can.
+    params, same = (unstack_layers(tree) if "layers" in tree else tree for tree in (params, same))
     assert jax.tree.structure(params) == jax.tree.structure(same)
     jax.tree.map(np.testing.assert_array_equal, params, same)
 
@@ -198,16 +193,8 @@ def with_fields(**fields):
     return damage
 
 
-def with_bytes(change):
-    def damage(folder):
-        file = folder / "model.safetensors"
-        file.write_bytes(change(file.read_bytes()))
-
-    return damage
-
-
-def with_index(content):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
+def with_file(name, content):
+    return lambda folder: (folder / name).write_text(content)
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -216,12 +203,12 @@ DAMAGES = [
     (with_tensors(lambda t: t.update(adapter=t[QUERY])), "adapter"),
     (with_tensors(lambda t: t.update({QUERY: t[QUERY][:, :3]})), QUERY),
     (with_tensors(lambda t: t.update({QUERY: t[QUERY].astype(np.int32)})), "int32"),
-    (with_bytes(lambda content: content[:-100]), "model.safetensors"),
-    (with_bytes(lambda content: b""), "model.safetensors"),
+    (lambda d: os.truncate(d / "model.safetensors", 1000), "model.safetensors"),
+    (with_file("model.safetensors", ""), "model.safetensors"),
     (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pytorch_model.bin"),
-    (with_index({QUERY: "../x"}), "index.json"),
-    (with_index({QUERY: "y"}), "y"),
-    (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    *((with_file("model.safetensors.index.json", json.dumps({"weight_map": {QUERY: name}})), word)
+      for name, word in (("../x", "index.json"), ("y", "y"))),
+    (with_file("config.json", "{"), "config.json"),
     *((with_fields(**fields), word) for fields, word in (
         ({"logit_softcap": 30.0}, "logit_softcap"), ({"logit_scale": 0}, "logit_scale"),
         ({"is_causal": False}, "is_causal"), ({"hidden_act": "gelu"}, "hidden_act"),
@@ -279,23 +266,6 @@ WINDOWS = [
 ]  # fmt: skip
 
 
-def test_a_token_of_a_loaded_model_reads_as_many_as_its_window_has(tmp_path):
-    config = llama2("tiny", **SMALL | {"num_layers": 1}, num_kv_heads=2, attention_window=3)
-    assert write_folder(tmp_path / "model", config, stacked_params(config)) == "mistral"
-    loaded = orthojax.load(tmp_path / "model")
-    tokens = np.tile(np.arange(8), (9, 1))
-    tokens[np.arange(8), np.arange(8)] = 9  # row j has another token j, the last row is unchanged
-    logits = np.asarray(loaded.model.apply({"params": loaded.params}, tokens)[0])
-    reads = (np.abs(logits[:-1] - logits[-1]).max(-1) > 1e-6).sum(0)  # by position
-    np.testing.assert_array_equal(reads, np.minimum(3, np.arange(8) + 1))
-
-
-def test_rotary_positions_of_a_llama_are_those_of_transformers():
-    plain = read_foreign_config(FAMILIES["llama"], SIZES)
-    for fields in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
-        assert read_foreign_config(FAMILIES["llama"], SIZES | fields) == plain  # which reads no such field
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 STRETCHED = RopeConfig(scaling="yarn", factor=4.0, original_length=64, high_frequency_factor=32.0)
@@ -336,6 +306,8 @@ ROPES = {
     "longrope with a factor of rotated channels": (
         {"rope_parameters": LONG | {"factor": 2.0, "original_max_position_embeddings": 4, "attention_factor": 1.5}},
         RopeConfig(1.0, "longrope", 2.0, 4, mscale=2.5, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))),
+    "a share of the channels, which a Llama does not read": ({"partial_rotary_factor": 0.5}, None),
+    "the same share beside the base": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, None),
     "gpt-oss's bounds": ({"rope_scaling": YARN | {"truncate": False}}, dataclasses.replace(STRETCHED, truncate=False)),
 }  # fmt: skip
 
@@ -491,21 +463,17 @@ def test_a_base_of_wavelengths_may_be_a_large_integer():
     np.testing.assert_array_equal(ours, same)
 
 
-def test_a_damaged_tokenizer_is_named(tmp_path):
-    write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA))
-    (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.warns(UserWarning, match=r"BOS is not known: .*tokenizer\.json"):
-        loaded = orthojax.load(tmp_path / "model")
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        require_tokenizer(loaded)
-
-
-def test_the_tokenizer_comes_along(tmp_path):
+def test_the_tokenizer_comes_along_and_a_damaged_one_is_named(tmp_path):
     write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA), ByteTokenizer())
     eos = ByteTokenizer().eos_id
     assert orthojax.load(tmp_path / "model").tokenizer == dataclasses.replace(ByteTokenizer(), stop_ids=(eos,))
     given = json.loads((tmp_path / "model/config.json").read_text())
     assert (given["bos_token_id"], given["eos_token_id"]) == (ByteTokenizer().bos_id, eos)
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"BOS is not known: .*tokenizer\.json"):
+        loaded = orthojax.load(tmp_path / "model")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        require_tokenizer(loaded)
 
 
 def test_the_export_of_the_guide(tmp_path, monkeypatch):
@@ -523,16 +491,6 @@ def test_the_export_of_the_guide(tmp_path, monkeypatch):
 # The BOS and end tokens that the files of a published model declare.
 
 
-def word_level(*special):
-    """Makes a tokenizer of a few words and these special tokens, whose ids come first."""
-    backend = hf.Tokenizer(hf.models.WordLevel({word: len(special) + i for i, word in enumerate("abc")}, unk_token="a"))
-    backend.add_special_tokens(list(special))
-    whole = json.loads(backend.to_str())
-    whole["model"]["vocab"] |= {word: i for i, word in enumerate(special)}
-    whole["added_tokens"] = [of | {"id": i} for i, of in enumerate(whole["added_tokens"])]
-    return json.dumps(whole)
-
-
 @pytest.mark.parametrize(
     ("files", "bos_id", "ends"),
     [
@@ -544,7 +502,10 @@ def word_level(*special):
     ],
 )
 def test_bos_and_ends_are_those_a_model_declares(tmp_path, files, bos_id, ends):
-    tokenizer = from_json(word_level("<s>", "</s>", "<|eot_id|>"), "mine", "here")
+    special = ["<s>", "</s>", "<|eot_id|>"]
+    backend = hf.Tokenizer(hf.models.WordLevel({word: i for i, word in enumerate([*special, "a"])}, unk_token="a"))
+    backend.add_special_tokens(special)
+    tokenizer = from_json(backend.to_str(), "mine", "here")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     found = pretrained.with_declared_tokens(tokenizer, tmp_path)

@@ -1,4 +1,4 @@
-"""Quantised linear layers against float64 formulas, integer products against int64 sums, qwix, and whole models."""
+"""Quantised linear layers against float64 formulas, integer products against int64 sums, and whole models."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import qwix
+from test_quantize import rounded
 from thinned import quick_and_slow
 from tiny_run import drawn_params
 
@@ -24,6 +24,9 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, 128)) * np.exp(RNG.normal(size=128))
 KERNEL = RNG.normal(size=(128, 9)) * np.exp(RNG.normal(size=9)) + 0.3
 BIAS = RNG.normal(size=9)
+LLAMA = llama2("tiny", num_layers=2, d_model=16, num_heads=2, d_mlp=24, vocab_size=32, max_length=8,
+               scan_layers=False)  # fmt: skip
+IDS = np.random.default_rng(0).integers(0, 32, (3, 8))
 ON_INTEGERS = ("int8_fine_per_token", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a8", "w4a4")
 ALL = {
     **quant.SETTINGS,
@@ -34,17 +37,6 @@ ALL = {
 }
 INTEGERS = {name: setting for name, setting in ALL.items() if setting.scheme in ("absmax", "zeropoint")}
 SLOW = ("zeropoint_tensors", "groups_of_odd_size", *quant.MORE_SETTINGS)
-
-
-def rounded(x, scheme, bits, axes):
-    """Returns (whole numbers, step) in float64, from the equations."""
-    if scheme == "absmax":
-        step = np.abs(x).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
-        return np.round(x / step).astype(np.int64), step
-    low, high = x.min(axis=axes, keepdims=True), x.max(axis=axes, keepdims=True)
-    step = (high - low) / (2**bits - 1)
-    z = np.round(low / step).astype(np.int64)
-    return np.clip(np.round(x / step).astype(np.int64), z, z + 2**bits - 1), step
 
 
 def reference(x, kernel, bias, setting):
@@ -126,27 +118,6 @@ def test_sums_are_exact_beyond_float32():
     np.testing.assert_array_equal(got, expected.astype(np.float32))  # rounded once
 
 
-# qwix has bounds of 127.5 and 7.5, ours are 127 and 7.
-@pytest.mark.parametrize(("bits", "qtype", "bound"), [(8, jnp.int8, 127.5 / 127), (4, jnp.int4, 7.5 / 7)])
-def test_kernels_and_products_agree_with_qwix(bits, qtype, bound):
-    x, kernel = jnp.asarray(X[0], jnp.float32), jnp.asarray(KERNEL, jnp.float32)
-    setting = QuantizationSetting(bits, "absmax", "output_channel", "token", activation_bits=8)
-    stored, y, _ = on_integers(setting, x, kernel, None)
-
-    @jax.jit
-    def theirs(x, kernel, integers):
-        w = qwix.quantize(kernel, qtype, channelwise_axes=(1,), calibration_method=f"absmax,{bound}")
-        tokens = qwix.quantize(x, jnp.int8, channelwise_axes=(0,), calibration_method="absmax,1.003937")
-        # The same integers for both: theirs may differ from ours where an element is near a tie.
-        same = dataclasses.replace(w, qvalue=integers.astype(qtype))
-        return w.qvalue.astype(jnp.int8), w.scale, qwix.dot_general(tokens, same, (((1,), (0,)), ((), ())))
-
-    their_integers, step, product = theirs(x, kernel, stored.qvalue)
-    assert np.mean(stored.qvalue == their_integers) > 0.999
-    np.testing.assert_allclose(stored.scale, step, rtol=1e-5)
-    np.testing.assert_allclose(y, product, rtol=1e-4, atol=1e-5 * np.max(np.abs(product)))
-
-
 # Narrow floats.
 
 
@@ -195,10 +166,6 @@ def test_float_features_are_no_part_of_scales(outputs):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
     every = dataclasses.replace(setting, float_features=8)
     np.testing.assert_allclose(quantized_linear(every)(x, kernel, None, "mlp/input"), a @ w, rtol=1e-5, atol=1e-4)
-    with pytest.raises(UserError, match="float_features"):
-        quant.require_integers(setting)
-    with pytest.raises(UserError, match="float_features"):
-        dataclasses.replace(setting, float_features=-1)
 
 
 def test_include_leaves_the_head_float():
@@ -241,10 +208,6 @@ def test_params_are_quantized_by_path_and_layer():
         assert got["embed"]["embedding"] is KERNEL
 
 
-def with_kv(setting, bits):
-    return dataclasses.replace(setting, keys_and_values=bits)
-
-
 PARAMS = {"mlp": {"kernel": KERNEL, "bias": BIAS}}
 GROUPS_OF_48 = QuantizationSetting(4, "absmax", "output_channel", group_size=48)
 REFUSED = [
@@ -273,8 +236,14 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "absmax", "tensor", keys_and_values=1), "keys_and_values=1 "),
     (lambda: integer_linear(quant.setting_named("fp8_e4m3")), "scheme='e4m3'"),
     (lambda: integer_linear(quant.setting_named("w4a4kv4")), "keys_and_values=4"),
-    (lambda: quant.quantize_params(PARAMS, with_kv(quant.INT4_ZEROPOINT, 4), "kernel"), "keys_and_values=4"),
-]
+    (lambda: quant.quantize_params(PARAMS, dataclasses.replace(quant.INT4_ZEROPOINT, keys_and_values=4), "kernel"),
+     "keys_and_values=4"),
+    (lambda: quant.require_integers(QuantizationSetting(8, "absmax", "tensor", float_features=2)), "float_features"),
+    (lambda: QuantizationSetting(8, "absmax", "tensor", float_features=-1), "float_features"),
+    (lambda: quant.rounded_cache(Transformer(LLAMA), 1), "bits=1"),
+    *((lambda bits=bits, first=first: quant.rounded_cache(Transformer(LLAMA), bits, first), "allowed: integers")
+      for bits, first in ((2.5, 0), (1, 0), (8, -1), (8, 0.5))),
+]  # fmt: skip
 
 
 def test_settings_that_say_nothing_are_refused():
@@ -385,8 +354,6 @@ def test_the_first_keys_and_values_may_stay_float():
         np.testing.assert_array_equal(kept[0][:, :2], plain[0][:, :2])
         np.testing.assert_array_equal(kept[0][:, 2:], rest[0][:, 2:])
         assert np.abs(rest[0][:, :2] - plain[0][:, :2]).max() > 0.01
-    with pytest.raises(UserError, match="bits=1"):
-        quant.rounded_cache(models[0], 1)
 
 
 @pytest.mark.parametrize("first", [None, 2])
@@ -410,24 +377,6 @@ def test_a_cache_gives_rounded_keys_and_values_too(first):
     np.testing.assert_allclose(prefill, whole, atol=1e-4)
     np.testing.assert_allclose(one_by_one, prefill, atol=1e-4)
     assert np.abs(whole - plain).max() > 0.01
-
-
-# A small model.
-
-LLAMA = llama2("tiny", num_layers=2, d_model=16, num_heads=2, d_mlp=24, vocab_size=32, max_length=8,
-               scan_layers=False)  # fmt: skip
-IDS = np.random.default_rng(0).integers(0, 32, (3, 8))
-
-
-@pytest.fixture(scope="module")
-def params():
-    return drawn_params(LLAMA)
-
-
-def test_caches_of_no_width_are_refused():
-    for bits, first in ((2.5, 0), (1, 0), (8, -1), (8, 0.5)):
-        with pytest.raises(UserError, match="allowed: integers"):
-            quant.rounded_cache(Transformer(LLAMA), bits, first)
 
 
 # Where the error comes from.
@@ -478,8 +427,8 @@ def test_errors_of_layers_are_those_of_float64(scan):
     assert [of.layer for of in found.linear.values()] == [None, 0, 0, 1, 1]
 
 
-def test_rounded_keys_and_values_are_inherited_by_the_output_of_attention(params):
+def test_rounded_keys_and_values_are_inherited_by_the_output_of_attention():
     setting = QuantizationSetting(16, "absmax", "output_channel", "token", keys_and_values=2)
-    found = quant.rounding_error(Transformer(LLAMA), params, setting, IDS)
+    found = quant.rounding_error(Transformer(LLAMA), drawn_params(LLAMA), setting, IDS)
     assert found.linear["layers_0/attention/value"].whole > 60
     assert found.linear["layers_0/attention/output"].inherited < 20 < found.linear["layers_0/attention/output"].added

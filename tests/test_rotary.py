@@ -84,10 +84,9 @@ def turned(x, positions, frequencies):
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
-@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("theta", [10_000.0, 500.0])
 @pytest.mark.parametrize("shape", [(2, 6, 3, 8), (2, 2, 6, 3, 4)])
-def test_pairs_of_channels_rotate(shape, theta):
+def test_pairs_of_channels_rotate(shape, theta, x64):
     x, positions = np.random.default_rng(0).normal(size=shape), np.array([0, 1, 5, 2, 1000, 7])
     expected = turned(x, positions, plain(shape[-1], theta))
     np.testing.assert_allclose(

@@ -1,5 +1,7 @@
 """Every function on arrays of ops, analysis and quant in one dtype, under JAX's strict rules for mixing dtypes."""
 
+import functools
+import inspect
 import itertools
 from typing import get_args
 
@@ -61,30 +63,22 @@ for name in ("fp8_e4m3_block128", *quant.FLOATS):
 CASES["linear: groups"] = linear(quant.QuantizationSetting(4, "zeropoint", "output_channel", group_size=2))
 for name in get_args(normalizers.Name):
     CASES[name] = (lambda x, name=name: [getattr(normalizers, name)(x, where=mask) for mask in (None, MASK)], WEIGHTS)
-OF_HIDDEN = """
-    kurtosis_first kurtosis_rest kurtosis_pooled max_abs_first max_abs_rest max_abs_first_maximum max_abs_rest_maximum
-    norm_ratio_first norm_ratio_rest residual_norm_first residual_norm_rest value_norm_first value_norm_rest
-    osp_kurtosis max_over_median
-""".split()
-OF_WEIGHTS = [f"first_attention_{name}" for name in ("fraction", "mass", "mass_by_head")]
-CASES |= {name: (getattr(analysis, name), HIDDEN) for name in OF_HIDDEN}
-CASES |= {name: (getattr(analysis, name), WEIGHTS) for name in OF_WEIGHTS}
-for name in ("sink_attention", "sink_attention_rest", "sink_logit_gap"):
-    CASES[name] = (lambda w, name=name: getattr(analysis, name)(w, IS_TRIGGER), WEIGHTS)
-for name in ("backcopy_risk_nats", "bigram_excess_risk_nats", "observe_backcopy_risks"):
-    CASES[name] = (lambda p, q, name=name: getattr(analysis, name)(p, q, IS_TRIGGER), HIDDEN, HIDDEN)
+# Metrics, by the names of their arguments.
+ARGUMENTS = {"hidden": HIDDEN, "weights": WEIGHTS, "logits": WEIGHTS, "value_norms": (B, N, T), "mass_by_head": (3, N)}
+ARGUMENTS |= {"head_norms": (B, N, T), "residual_before": HIDDEN, "log_probs": HIDDEN, "oracle_probs": HIDDEN}
+for name, function in inspect.getmembers(analysis, inspect.isfunction):
+    of = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    if set(of) - {"is_trigger"} and set(of) <= {*ARGUMENTS, "is_trigger"}:
+        fixed = {"is_trigger": IS_TRIGGER} if "is_trigger" in of else {}
+        CASES[name] = (functools.partial(function, **fixed), *(ARGUMENTS[name] for name in of if name not in fixed))
 CASES |= {
     "softmax_n": (lambda x: ops.softmax_n(x, 2.0, where=MASK), WEIGHTS),
     "softmax_with_sink": (lambda x, a: ops.softmax_with_sink(x, a, where=MASK), WEIGHTS, (1, N, 1, 1)),
     "apply_normalizer": (lambda x, a: ops.apply_normalizer(a, x, MASK), WEIGHTS, (N,)),
     "weights and values": (of_weights, HEADS, HEADS, HEADS, WEIGHTS),
     "rotary": (lambda x: ops.rotary(x, jnp.arange(T), frequencies=ops.rotary_frequencies(2)), HEADS),
-    "rotary, yarn": (
-        lambda x: ops.rotary(
-            x, jnp.arange(T), frequencies=ops.yarn_frequencies(2, 9.0, 8.0, 64), scale=ops.yarn_mscale(8.0, 1.0)
-        ),
-        HEADS,
-    ),
+    "rotary, yarn": (lambda x: ops.rotary(x, jnp.arange(T), frequencies=ops.yarn_frequencies(2, 9.0, 8.0, 64),
+                                          scale=ops.yarn_mscale(8.0, 1.0)), HEADS),
     "llama3_frequencies": (lambda x: ops.llama3_frequencies(x, 8.0, 64), (D,)),
     "relaxed mask": (lambda x: jnp.where(relaxed_causal_mask(T, 2), x, 0), WEIGHTS),
     "cross_entropy_nats": (lambda x: ops.cross_entropy_nats(x, IDS), HIDDEN),
@@ -93,8 +87,7 @@ CASES |= {
     ),
     "kurtosis": (ops.kurtosis, HIDDEN),
     "norm_ratio": (ops.norm_ratio, HIDDEN),
-    "sink_rate": (analysis.sink_rate, (3, N)),
-    "gu_sink_rate": (lambda w: (analysis.gu_sink_rate(w), analysis.gu_sink_rate(w, any_key=True)), WEIGHTS),
+    "gu_sink_rate, any key": (lambda w: analysis.gu_sink_rate(w, any_key=True), WEIGHTS),
     "schemes": (scheme, KERNEL),
     "quantize_params": (lambda x: quant.quantize_params({"kernel": x}, quant.INT4_ZEROPOINT, "kernel"), KERNEL),
     "apply_matrix": (lambda x, m: orthogonal.apply_matrix(x, m, 1), KERNEL, KERNEL),
@@ -125,10 +118,8 @@ def test_value_and_gradient_mix_no_dtypes(name, dtype):
 
 @pytest.mark.parametrize("kind", ["hadamard", "haar"])
 def test_rotation_of_bfloat16_mixes_no_dtypes(kind):
-    rotation, params = (
-        optim.Rotation(kind, embeddings="", axes="output"),
-        {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)},
-    )
+    rotation = optim.Rotation(kind, embeddings="", axes="output")
+    params = {"w": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)}
     there, back = optim.rotate(rotation), optim.unrotate(rotation)
 
     def there_and_back(params):

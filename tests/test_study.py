@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from absl import flags
 from matplotlib import pyplot as plt
-from small_runs import cpu_environment, python
+from small_runs import cpu_environment, times
 from test_paper_tables import made_up
 from tiny_run import TINY
 
@@ -71,11 +71,6 @@ def language_models(home):
 
 def run(study, workdir, home, seeds=(0,), **more):
     return run_study(study, "tiny", seeds, workdir, runs_dir=home / "runs", cache_dir=home / "data", **more)
-
-
-def times(folder):
-    """Returns when each file of a folder was written."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def steps_logged(folder):
@@ -368,15 +363,8 @@ def test_reports_contain_everything(results, tmp_path, capsys):
         assert "under it: does not hold" in shown or shown is console
     assert [of.verdict for of in report.verdicts[1:]] == ["not testable", "holds", "not measured"]
     names = [picture.name for picture in report.pictures]
-    assert names == [
-        "headlines",
-        "training_curves",
-        "kurtosis_first_by_layer",
-        "attention_by_key",
-        "hidden_states",
-        "bars",
-        "points",
-    ]
+    by_layer = ["kurtosis_first_by_layer", "attention_by_key", "hidden_states"]
+    assert names == ["headlines", "training_curves", *by_layer, "bars", "points"]
     for name in names:
         assert (tmp_path / f"figures/{name}.svg").read_bytes().startswith(b"<?xml")
         assert f"figures/{name}.svg" in text
@@ -454,16 +442,6 @@ def test_every_study_has_what_claims_and_tables_name(study):
     assert all(of.says and (of.criterion or of.unmeasured) for of in study.claims)
 
 
-def test_studies_are_listed(tmp_path):
-    shown = python("-m", "orthojax", "reproduce", "--list")
-    lines = [line for line in shown.stdout.splitlines() if not line.startswith("    published: --scale=")]
-    assert len(lines) == len(catalog.ALL)
-    assert all(study.title in shown.stdout for study in catalog.ALL)
-    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed, summed over its runs (20" in shown.stdout
-    assert "--seeds=0,1,2: 0.566 seconds a seed" in shown.stdout
-    assert [line.split()[0] for line in lines if line.endswith("; needs --model=NAME=PATH")] == ["table7"]
-
-
 def reproduced(*arguments):
     """Runs the command in this process."""
     before = set(flags.FLAGS)
@@ -475,6 +453,17 @@ def reproduced(*arguments):
     finally:
         flags.FLAGS.unparse_flags()
         flags.FLAGS.remove_flag_values(own)
+
+
+def test_studies_are_listed(capsys):
+    reproduced("--list")
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if not line.startswith("    published: --scale=")]
+    assert len(lines) == len(catalog.ALL)
+    assert all(study.title in shown for study in catalog.ALL)
+    assert "published: --scale=deep --seeds=3,4,5: 128 minutes a seed, summed over its runs (20" in shown
+    assert "--seeds=0,1,2: 0.566 seconds a seed" in shown
+    assert [line.split()[0] for line in lines if line.endswith("; needs --model=NAME=PATH")] == ["table7"]
 
 
 @pytest.mark.parametrize(

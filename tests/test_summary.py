@@ -41,40 +41,37 @@ def test_layers_may_come_stacked_listed_or_alone():
     assert len(analysis.summarize(HIDDEN).rows) + len(analysis.summarize(weights=SOFTMAX).rows) == len(stacked.rows)
 
 
+def rows_of(weights):
+    return {row.name.removeprefix("first_attention_"): row for row in analysis.summarize(weights=weights).rows}
+
+
 @pytest.mark.parametrize(("normalizer", "weights"), [(ops.softmax, SOFTMAX), (ops.softmax1, SOFTMAX1)])
 def test_equal_logits_have_the_mass_of_chance(normalizer, weights):
-    rows = {row.name: row for row in analysis.summarize(weights=weights_of(0 * LOGITS, normalizer)).rows}
-    assert rows["first_attention_mass"].value == pytest.approx(rows["first_attention_mass"].chance)
-    drawn = {row.name: row for row in analysis.summarize(weights=weights).rows}
-    assert drawn["first_attention_mass"].chance == rows["first_attention_mass"].chance
+    mass = rows_of(weights_of(0 * LOGITS, normalizer))["mass"]
+    assert mass.value == pytest.approx(mass.chance)
+    assert rows_of(weights)["mass"].chance == mass.chance
 
 
 def test_windows_lower_the_level_of_chance():
-    W = 2
-    near = np.subtract.outer(np.arange(T), np.arange(T)) < W
-    weights = np.asarray(ops.softmax(jnp.zeros((1, N, T, T)), where=np.tri(T, dtype=bool) & near))
-    rows = {row.name: row for row in analysis.summarize(weights=weights).rows}
-    assert rows["first_attention_mass"].value == pytest.approx(rows["first_attention_mass"].chance)
-    assert rows["first_attention_fraction"].chance == pytest.approx(analysis.chance_of_first(T, window=W))
+    near = np.subtract.outer(np.arange(T), np.arange(T)) < 2
+    rows = rows_of(np.asarray(ops.softmax(jnp.zeros((1, N, T, T)), where=CAUSAL & near)))
+    assert rows["mass"].value == pytest.approx(rows["mass"].chance)
+    assert rows["fraction"].chance == pytest.approx(analysis.chance_of_first(T, window=2))
     suppressed = SOFTMAX.copy()
     suppressed[..., 1:, 0] = 0.0
-    rows = {row.name: row for row in analysis.summarize(weights=suppressed).rows}
-    assert rows["first_attention_fraction"].chance == pytest.approx(analysis.chance_of_first(T))
+    assert rows_of(suppressed)["fraction"].chance == pytest.approx(analysis.chance_of_first(T))
 
 
 def test_random_weights_have_the_fraction_of_chance():
-    weights = weights_of(np.random.default_rng(1).normal(size=(200, N, T, T)), ops.softmax)
-    (row,) = [row for row in analysis.summarize(weights=weights).rows if row.name == "first_attention_fraction"]
-    assert row.value == pytest.approx(row.chance, abs=4 * 0.5 / np.sqrt(200 * N * T))
-    both_ways = np.asarray(jax.nn.softmax(np.random.default_rng(1).normal(size=(200, N, T, T))))
-    (row,) = [row for row in analysis.summarize(weights=both_ways).rows if row.name == "first_attention_fraction"]
-    assert row.chance == 1 / T
-    assert row.value == pytest.approx(row.chance, abs=4 * 0.5 / np.sqrt(200 * N * T))
+    logits = np.random.default_rng(1).normal(size=(200, N, T, T))
+    for weights, chance in ((weights_of(logits, ops.softmax), None), (np.asarray(jax.nn.softmax(logits)), 1 / T)):
+        row = rows_of(weights)["fraction"]
+        assert row.value == pytest.approx(row.chance, abs=4 * 0.5 / np.sqrt(200 * N * T))
+        assert chance in (None, row.chance)
 
 
 def test_other_normalizers_have_no_chance_mass():
-    rows = {row.name: row for row in analysis.summarize(weights=2.0 * SOFTMAX).rows}
-    assert np.isnan(rows["first_attention_mass"].chance)
+    assert np.isnan(rows_of(2.0 * SOFTMAX)["mass"].chance)
     assert "nan" not in str(analysis.summarize(weights=2.0 * SOFTMAX))
 
 

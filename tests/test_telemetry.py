@@ -71,6 +71,7 @@ def test_a_line_has_norms_and_rate_of_step(run):
         assert line["learning_rate"] == pytest.approx(float(schedule(line["step"] - 1)), rel=1e-6)
         assert "mfu" not in line  # the peak of this device is not known
     assert max(line["update_norm"] for line in lines) > 0.1
+    assert run[1] == read_metrics(run[0] / "metrics.jsonl")  # what on_line got
 
 
 def test_time_of_validation_is_not_in_the_speed(tmp_path):
@@ -96,10 +97,6 @@ def test_metrics_are_fetched_one_dispatch_late(tmp_path):
         for step in (1, 3, 5):
             log.put(range(step, step + 2), StepMetrics(*(Recorded(step) for _ in StepMetrics._fields)))
             assert set(fetched) == set(range(1, step, 2))
-
-
-def test_on_line_gets_what_is_written(run):
-    assert run[1] == read_metrics(run[0] / "metrics.jsonl")
 
 
 # The probe.

@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 import pytest
 import tiny_run
-from model_oracle import numpy_forward, random_params
+from scipy.special import log_softmax
 from test_analysis import LANGUAGE_MODEL_KEYS
 from thinned import quick_and_slow
 from tiny_run import TINY, assert_trees_close, bits, blank_state, by_path, drawn_params, inputs, lines, loaded, rows
@@ -65,16 +65,14 @@ train_step = functools.cache(training.make_train_step)
 
 
 def numpy_losses(logits, targets):
-    logits = np.asarray(logits, np.float64)
-    log_z = np.log(np.exp(logits).sum(-1))
-    return log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return -np.take_along_axis(log_softmax(np.float64(logits), -1), targets[..., None], -1)[..., 0]
 
 
 # The step.
 
 
 def test_one_step_is_loss_and_update_by_hand():
-    config = replace(CONFIG, {"optim.clip_norm": None})
+    config = replace(CONFIG, {"optim.clip_norm": 0.01})
     tokens, before = rows(0), drawn_params(config.model)
 
     def independent_loss(params):
@@ -91,28 +89,13 @@ def test_one_step_is_loss_and_update_by_hand():
     assert float(metrics.loss_sum_nats) == pytest.approx(losses.sum(), rel=1e-5)
     norm = math.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in jax.tree.leaves(expected_grads)))
     assert float(metrics.grad_norm) == pytest.approx(norm, rel=1e-4)
-    expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, expected_grads)
+    assert norm > 0.1
+    expected = jax.tree.map(lambda p, g: p - 0.1 * 0.01 / norm * g, before, expected_grads)
     assert_trees_close(state.params, expected, rtol=1e-5, atol=1e-7)
     assert int(state.step) == 1
 
 
 PENALIZED = replace(CONFIG, {"train.activation_penalty": 0.3, "optim.clip_norm": None, "model.num_layers": 2})
-
-
-def test_a_penalty_of_activations_is_that_of_the_float64_oracle():
-    tokens, params = rows(0), random_params(PENALIZED.model)
-    inputs, model = tokens[:, :-1], Transformer(PENALIZED.model)
-    oracle = [numpy_forward(PENALIZED.model, params, row) for row in inputs]
-    stream = np.stack([[seen["residual"] for seen in layers] for _, layers in oracle])  # [B, L, T, D]
-    expected = 0.3 * np.mean((np.abs(stream) / (3.0 + 1e-6)) ** 4)
-    losses = numpy_losses(np.stack([logits for logits, _ in oracle]), tokens[:, 1:])
-    for chunk_positions in (None, 3):
-        total, count, penalty = jax.jit(
-            lambda params, n=chunk_positions: loss_sum_nats(model, params, tokens, n, penalty=0.3)
-        )(params)
-        assert float(total) == pytest.approx(losses.sum(), rel=1e-4)
-        assert int(count) == losses.size
-        assert float(penalty) / losses.size == pytest.approx(expected, rel=1e-4)
 
 
 def test_no_penalty_costs_nothing():
@@ -146,6 +129,9 @@ def test_a_step_descends_the_loss_and_the_penalty_together(changes):
         return loss + penalty, (loss, penalty)
 
     (_, (loss, penalty)), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(before)
+    if not changes:
+        chunks = jax.jit(lambda p: loss_sum_nats(Transformer(PENALIZED.model), p, tokens, 3, penalty=0.3))(before)
+        np.testing.assert_allclose(np.divide(chunks, 32), [loss, 1.0, penalty], rtol=1e-5)  # of 32 targets
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, before, grads)
     given = stack_layers(before) if config.model.scan_layers else before
     state, metrics = training.make_train_step(config)(
@@ -241,14 +227,6 @@ def test_learning_rate_warms_up_then_falls():
     np.testing.assert_allclose(rates, 2e-3 * np.array([0.0, 0.25, 1.0, 0.1 + 0.9 * 0.5, 0.1, 0.1]), rtol=1e-5)
 
 
-def test_clipping_bounds_the_update():
-    config = replace(CONFIG, {"optim.clip_norm": 0.01})
-    state, metrics = train_step(config)(drawn(config), rows(0))
-    change = jax.tree.map(lambda a, b: float(np.sum((a - b) ** 2)), state.params, drawn_params(config.model))
-    assert float(metrics.grad_norm) > 0.1
-    assert math.sqrt(sum(jax.tree.leaves(change))) == pytest.approx(0.1 * 0.01, rel=1e-3)
-
-
 def test_weight_decay_acts_on_kernels_and_embeddings_only():
     mask = by_path(decay_mask(parameter_shapes(RICH)))
     assert {path.rpartition("/")[2] for path, decays in mask.items() if decays} == {"kernel", "embedding"}
@@ -259,10 +237,7 @@ TREE = {
     "layers_0": {"mlp": {"input": {"kernel": (4, 8), "bias": (8,)}}, "mlp_norm": {"scale": (4,)}},
     "token_embedding": {"embedding": (6, 4)},
 }
-MASK = {
-    "layers_0": {"mlp": {"input": {"kernel": True, "bias": False}}, "mlp_norm": {"scale": False}},
-    "token_embedding": {"embedding": True},
-}
+MASK = jax.tree.map(lambda shape: len(shape) == 2, TREE, is_leaf=lambda x: isinstance(x, tuple))  # what decays
 ADAM, ROTATION = optax.scale_by_adam(0.8, 0.95, 1e-6), make_rotation(RotationConfig(seed=0))
 MUON = optax.contrib.muon(
     1.0, beta=0.7, consistent_rms=0.2,
@@ -338,23 +313,27 @@ def test_momentum_is_the_optimizers_own_unless_it_is_set():
     assert any("muon, momentum 0.95, learning rate" in line and "weight decay 0.25" in line for line in said)
 
 
-def nested(path, leaf):
-    """Returns the tree of one leaf."""
-    return functools.reduce(lambda tree, key: {key: tree}, reversed(path.split("/")), leaf)
-
-
 @pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
 def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
-    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain."""
-    shape = {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
+    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain.
+
+    Each layer of stacked kernels [layers, in, out] is one for itself; vectors [layers, out] have two axes, too.
+    """
+    stacked = {"layers/mlp/input/kernel": "muon", "layers/mlp/input/bias": "adam"}
+    shape = {"layers": {"mlp": {"input": {"kernel": (3, 4, 8), "bias": (3, 8)}}}}
+    shape |= {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
     shape |= {"layers_0": TREE["layers_0"], "head": {"kernel": (4, 6)}}
+    sizes = {3: np.array([1.0, 1e-3, 30.0])}  # of the layers' gradients
     config = OptimConfig(
         optimizer="muon", momentum=0.7, b1=0.8, b2=0.95, eps=1e-6, learning_rate=0.01, clip_norm=None, warmup_steps=0,
         muon_embeddings=of_tables, rotation=RotationConfig(seed=0),
     )  # fmt: skip
 
     def gradients(seed):
-        draw = lambda shape: np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)  # noqa: E731
+        def draw(shape):
+            size = sizes.get(shape[0], np.ones(1)).reshape(-1, *(1,) * (len(shape) - 1))
+            return (size * np.random.default_rng([seed, *shape]).normal(size=shape)).astype(np.float32)
+
         return jax.tree.map(draw, shape, is_leaf=lambda x: isinstance(x, tuple))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -370,31 +349,18 @@ def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(
     own["orthoadam"] = optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION))
     labels = {path: of_tables or "adam" for path in by_path(seen[0])}
     labels |= {"layers_0/mlp/input/kernel": "muon", "head/kernel": of_tables or "muon"}
-    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"}
+    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"} | stacked
     found = by_path(updates(optimizer_of(config, 10), seen))
     for path, name in labels.items():
-        alone = [nested(path, by_path(gradient)[path]) for gradient in seen]
-        wanted = by_path(updates(optax.chain(own[name], rate), alone))[path]
-        np.testing.assert_allclose(found[path], wanted, rtol=1e-6, atol=1e-8, err_msg=f"{path} by {name}")
-
-
-def test_muon_updates_stacked_layers_as_single_ones():
-    """Kernels [layers, in, out] by Muon, each layer for itself; vectors [layers, out], which have two axes, by Adam."""
-    optimizer = optimizer_of(OptimConfig(optimizer="muon", momentum=0.7, learning_rate=0.01, warmup_steps=0), 10)
-    sizes = (1.0, 1e-3, 30.0)  # of the layers' gradients
-
-    @jax.jit
-    def updates(first, second):
-        state = optimizer.update(first, optimizer.init(first), first)[1]
-        return optimizer.update(second, state, first)[0]
-
-    by_step = [[jax.tree.map(lambda x, s=s: s * x, random_tree(10 * step + i)["layers_0"]) for i, s in enumerate(sizes)]
-               for step in range(2)]  # fmt: skip
-    stacked = updates(*({"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)} for layers in by_step))
-    single = updates(*({f"layers_{i}": layer for i, layer in enumerate(layers)} for layers in by_step))
-    for i in range(len(sizes)):
-        layer = jax.tree.map(lambda x, i=i: x[i], stacked["layers"])
-        assert_trees_close(layer, single[f"layers_{i}"], rtol=1e-4, atol=1e-7)
+        leaves = [by_path(gradient)[path] for gradient in seen]
+        layers = zip(*leaves, strict=True) if path in stacked else [leaves]
+        alone = optax.chain(own[name], rate)
+        # Under their own path, which some rules read.
+        trees = ([functools.reduce(lambda t, key: {key: t}, path.split("/")[::-1], x) for x in of] for of in layers)
+        wanted = [by_path(updates(alone, seen_alone))[path] for seen_alone in trees]
+        wanted = np.stack(wanted) if path in stacked else wanted[0]
+        tolerances = {"rtol": 1e-4, "atol": 1e-7} if path in stacked else {"rtol": 1e-6, "atol": 1e-8}
+        np.testing.assert_allclose(found[path], wanted, **tolerances, err_msg=f"{path} by {name}")
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-20, 0.0])
@@ -425,15 +391,9 @@ IN_A_LAYER = {
     **{f"{norm}/{name}": ALONE for norm in ("attention_norm", "mlp_norm") for name in ("scale", "bias")},
     "attention/sink": ALONE,
 }
-OUTSIDE = {
-    "token_embedding/embedding": EMBEDDING,
-    "position_embedding/embedding": EMBEDDING,
-    "head/kernel": HEAD,
-    "embedding_output/kernel": WRITER,
-    "head_input/kernel": READER,
-    "final_norm/scale": ALONE,
-    "final_norm/bias": ALONE,
-}
+OUTSIDE = {f"{name}_embedding/embedding": EMBEDDING for name in ("token", "position")} | {"head/kernel": HEAD}
+OUTSIDE |= {"embedding_output/kernel": WRITER, "head_input/kernel": READER}
+OUTSIDE |= {f"final_norm/{name}": ALONE for name in ("scale", "bias")}
 
 
 @pytest.mark.parametrize("axes", READER)
@@ -457,24 +417,6 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
 # Evaluation.
 
 TWO_LAYERS = replace(CONFIG, {"model.num_layers": 2})
-
-
-@pytest.mark.slow
-def test_a_fixed_rotation_under_adam_orthoadam_on_writers():
-    plain = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.rotation.axes": "writers", "optim.eps": 1e-4})
-    plain = replace(plain, {"optim.rotation.seed": 0})
-    turned = replace(CONFIG, {"optim.optimizer": "adam", "optim.eps": 1e-4, "model.fixed_rotation": True})
-    rotation = rotate(make_rotation(plain.optim.rotation))
-    state = fresh(plain)
-    other = fresh(turned)
-    other = other._replace(params=jax.tree.map(jnp.copy, rotation.update(state.params, rotation.init(state.params))[0]))
-    for step in range(4):
-        state, metrics = train_step(plain)(state, rows(step))
-        other, other_metrics = train_step(turned)(other, rows(step))
-        np.testing.assert_allclose(metrics.loss_sum_nats, other_metrics.loss_sum_nats, rtol=1e-5)
-    assert_trees_close(rotation.update(state.params, rotation.init(state.params))[0], other.params, atol=2e-4)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), other.params, fresh(turned).params)
-    assert min(jax.tree.leaves(moved)) > 0.05
 
 
 @pytest.mark.slow
@@ -520,10 +462,10 @@ def test_a_setting_that_does_not_fit_is_refused():
 
 def test_further_settings_are_all_that_they_say():
     model = loaded(CONFIG, drawn_params(CONFIG.model, 0.5))
-    settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4", "fp8_e4m3_block128", "nvfp4")}
+    settings = {name: quant.setting_named(name) for name in ("w4a4", "w4a4kv4")}  # they differ in keys and values
     found = training.rounded_perplexities(model, inputs(), settings)
     assert list(found) == [f"perplexity_{name}" for name in settings]
-    assert len(set(found.values())) == 4  # w4a4kv4 differs from w4a4 in keys and values alone
+    assert len(set(found.values())) == 2
     assert all(map(math.isfinite, found.values()))
 
 
@@ -546,9 +488,7 @@ def test_perplexity_exp_of_mean_loss_over_all_targets(evaluated):
 def test_text_model_has_every_metric_by_layer(evaluated):
     _, metrics = evaluated
     assert all(math.isfinite(value) for value in metrics.values())
-    assert (
-        metrics.keys() >= {f"{name}/layer_{i}" for name in LANGUAGE_MODEL_KEYS for i in range(2)} | LANGUAGE_MODEL_KEYS
-    )
+    assert metrics.keys() >= {f"{name}{of}" for name in LANGUAGE_MODEL_KEYS for of in ("", "/layer_0", "/layer_1")}
     perplexities = [value for key, value in metrics.items() if key.startswith("perplexity")]
     assert len(perplexities) == len(set(perplexities)) == 1 + len(quant.SETTINGS)
 
@@ -595,6 +535,9 @@ def test_a_task_is_drawn_by_the_step_itself(tmp_path):
     assert len(data.batch(0)) == 4
     assert not np.array_equal(data.batch(0), data.evaluation[:4])
     expected = train(config, data._replace(task=None), tmp_path / "given")
+    drawn = (train(replace(config, {"train.steps_per_dispatch": n}), data, tmp_path / f"{n}") for n in (1, 2))
+    assert bits(next(drawn)) == bits(next(drawn))
+    assert lines(tmp_path / "1") == lines(tmp_path / "2")
     on_mesh = replace(config, {"mesh.data": 2, "mesh.tensor": 2})
     assert_trees_close(train(on_mesh, data, tmp_path / "drawn").params, expected.params, rtol=1e-5, atol=1e-6)
     tiny_run.assert_lines_close(lines(tmp_path / "drawn"), lines(tmp_path / "given"))
