@@ -155,7 +155,8 @@ def test_heavy_libraries_have_one_door_each():
 
 PUBLIC = set(
     """softmax1 attention_fn dot_product_attention kurtosis Rotation rotate unrotate scale_by_orthoadam in_rotated_basis
-    orthoadam ModelConfig Transformer Interventions LoadedModel card load gpt2 llama2 analysis quant optim""".split()
+    orthoadam muon_orthoadam ModelConfig Transformer Interventions LoadedModel card load gpt2 llama2 analysis quant
+    optim""".split()
 )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from absl import flags
+from flax import nnx
 from tiny_run import drawn_params
 
 import orthojax
@@ -97,9 +98,35 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
 
 def test_the_norm_of_the_guide_is_that_of_the_model():
     x = jax.random.normal(jax.random.key(0), (2, 16)) + 1.0
-    y, params = names_of("SingleScaleNorm", "optimizer.md")["SingleScaleNorm"]().init_with_output(jax.random.key(0), x)
+    assert (
+        "`nn.RMSNorm(feature_axes=())`, in nnx `nnx.RMSNorm(1, feature_axes=(), rngs=rngs)`" in GUIDES["optimizer.md"]
+    )
+    y, params = nn.RMSNorm(feature_axes=()).init_with_output(jax.random.key(0), x)
+    of_nnx = nnx.RMSNorm(1, feature_axes=(), rngs=nnx.Rngs(0))
+    assert of_nnx.scale.shape == (1,)
+    assert jnp.allclose(of_nnx(x), y)
     assert jax.tree.map(jnp.shape, params) == {"params": {"scale": ()}}
     assert jnp.allclose(y, x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
+
+
+def test_the_guide_describes_muon(capsys):
+    names_of("muon_orthoadam", "optimizer.md", orthojax=orthojax)
+    (shown,) = [block for block in blocks("text", GUIDES["optimizer.md"]) if "group" in block]
+    assert capsys.readouterr().out.strip() == shown.strip()
+
+
+def test_the_lines_of_the_recipe_run_in_a_block():
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            names = names_of("attention_fn", "which_recipe.md", self=self, nn=nn, orthojax=orthojax, num_heads=4)
+            return nn.MultiHeadAttention(4, attention_fn=names["attend"])(x)
+
+    x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+    params = Attention().init(jax.random.key(1), x)
+    gradient = jax.grad(lambda p: Attention().apply(p, x)[0, 5, 0])(params)["params"]["sink"]
+    assert gradient.shape == (4,)
+    assert (gradient != 0).all()
 
 
 def test_guide_shards_the_state_over_the_data_axis():
@@ -176,7 +203,7 @@ def test_config_of_the_guide_is_the_cured_model():
 
 def test_every_block_of_python_is_tested():
     tested = {"optimizer.md": 5, "frameworks.md": len(FRAMEWORKS), "attention.md": 3, "model.md": 1, "measure.md": 4}
-    tested |= {"checkpoints.md": 2, "train.md": 1}  # three of all in other files
+    tested |= {"checkpoints.md": 2, "train.md": 1, "which_recipe.md": 1}  # three of all in other files
     for page, text in GUIDES.items():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
         assert len(plain) == tested.get(page, 0), page

@@ -1,6 +1,7 @@
 """`muon_orthoadam`: its equations in float64 NumPy, optax's own Muon, groups of known trees, wrappers, meshes."""
 
 import functools
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -172,6 +173,17 @@ GROUPS = {
         None,
         {"layers/0/ffw/we_down": "2880 x 2880, 32 of them", "layers/1/attn/o": "64*64 x 2880"},
     ),
+    "jaxrwkv rwkv6 1b6": (None, {"blocks/att/key/weight": "2048 x 2048, 24 of them"}),
+    "big_vision ViT scan": (
+        None,
+        {
+            "Transformer/encoderblock/MultiHeadDotProductAttention_0/key/kernel": "1152 x 16*72, 27 of them",
+            "MAPHead_0/MultiHeadDotProductAttention_0/key/kernel": "1152 x 16*72",
+            "embedding/kernel": "14*14*3 x 1152",
+        },
+    ),
+    "huggingface FlaxGPT2 characters": ((8, 2, 18), {"transformer/h/0/attn/c_proj/kernel": "384 x 384"}),
+    "tunix qwen3 30b a3b": (None, {"layers/0/mlp/down_proj": "768 x 2048, 128 of them"}),
     "huggingface FlaxViT": (None, {"embeddings/patch_embeddings/projection/kernel": "16*16*3 x 768"}),
     "maxtext llama": None,  # layers on axis 1
     "jax-llm-examples deepseek_r1": None,  # matrices of three axes without d_model
@@ -196,7 +208,7 @@ def test_the_groups_of_known_trees(name):
         # Whatever has two long axes and is no norm, bias or table is a matrix in these trees.
         is_long = sum(n > 1 for n in shapes[path]) > 1
         if how.split()[0] == "adam" and is_long:
-            assert any(word in path for word in ("norm", "ln", "scale", "bias")), f"{path}: {how}"
+            assert re.search("norm|ln|scale|bias|time_|conv|value_embeds", path), f"{path}: {how}"
     counts, hows = GROUPS.get(name, (None, {}))
     labels = [how.split()[0] for how in found.values()]
     assert counts in (None, tuple(labels.count(label) for label in ("muon", "orthoadam", "adam")))

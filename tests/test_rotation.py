@@ -250,7 +250,9 @@ def test_the_width_of_well_known_trees_is_found(name):
     for leaf in plan.parameters:
         assert {group.size for group in leaf.groups} <= {d_model}
         # No kernel or table that faces the stream is forgotten, and no long axis is taken for layers.
-        is_vector = len(leaf.shape) < 2 or (leaf.left_alone[:1] and leaf.left_alone[0].startswith(("named", "'")))
+        is_vector = len(leaf.shape) < 2 or (
+            leaf.left_alone[:1] and leaf.left_alone[0].startswith(("named", "'", "a vector"))
+        )
         assert leaf.groups or d_model not in leaf.shape or is_vector, leaf
         assert all(len(group.layers) <= 256 for group in leaf.groups)  # experts
 

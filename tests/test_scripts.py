@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 
 import pytest
 from small_runs import ROOT, python
@@ -34,6 +35,20 @@ def test_training(library, name):
     assert last < 3.0
 
 
+@slow
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_the_recipe_resumes_bit_for_bit(library, tmp_path):
+    def losses():
+        return re.findall(r"step \d+: ([\d.]+)", run(f"examples/recommended_{library}.py", str(tmp_path / "run")))
+
+    whole = losses()
+    assert len(whole) == 3
+    assert float(whole[-1]) < 2.6  # of ln 128 = 4.85
+    for step in (40, 60):
+        shutil.rmtree(tmp_path / f"run/{step}")
+    assert losses() == whole[1:]
+
+
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_attention_in_ten_lines(library, capsys):
     path = ROOT / "examples" / f"{library}_attention.py"
@@ -44,6 +59,7 @@ def test_attention_in_ten_lines(library, capsys):
 
 def test_every_example_is_tested():
     tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
+    tested |= {"recommended_linen.py", "recommended_nnx.py"}
     assert {path.name for path in EXAMPLES} == tested
 
 

@@ -341,7 +341,9 @@ class Matrix(NamedTuple):
 
 _HEAD = re.compile(r"(.*_)?(lm_?head|head|logits(_dense)?|unembed(der|ding)?|output_(embedding|layer)|decoder_pred)")
 _CONVOLUTION = re.compile(r".*(conv|patch).*")
-_ATTENTION = re.compile(r".*(attn|attention).*|[qkvo](_proj)?")
+_ATTENTION = re.compile(r".*(attn|attention).*|[qkvo](_proj(ection)?)?")
+_PROJECTION = re.compile(r"(query|key|value)(_proj(ection)?)?")  # around a kernel
+_OF_TIME = re.compile(r"time_.*|(a_log|dt_bias)")  # RWKV's and Mamba's, without d_model or with a row for each layer
 
 
 def matrix_of(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> Matrix | str:
@@ -350,45 +352,67 @@ def matrix_of(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> 
     - A kernel with an axis of d_model: that axis, and the other one beside stacked layers or experts. In attention, the
       other side has all heads; in a convolution, the window as well.
     - Another kernel of two axes, or of two beside stacked layers that vectors confirm.
-    - A kernel [d_model, n] of the name of a head, or with the number of rows of the largest table, is the head.
+    - The head is a kernel [d_model, n] that is called so, or the only one with as many n as a table has rows.
     """
     names, ndim = _names(path, shape, rule, shapes), len(shape)
     if names.why_vector:
         return names.why_vector
     if names.is_table:
         return Matrix("table", (tuple(range(ndim - 1)), (ndim - 1,)))
+    if _long_axes(shape) < 2:
+        return _BY_SHAPE
+    if _is_stacked_vector(path, rule, shapes):
+        return _STACKED
     found, _ = judge(path, shape, rule, shapes)
-    is_convolution = any(_CONVOLUTION.fullmatch(name) for name in names[:3])
+    of_patches = names.name == "kernel" and ndim > 2 and bool(_TABLE.fullmatch(names.module))
+    is_convolution = of_patches or any(_CONVOLUTION.fullmatch(name) for name in names[:3])
     is_attention = any(_ATTENTION.fullmatch(name) for name in names[:3])
+    is_attention |= names.is_kernel and bool(_PROJECTION.fullmatch(names.module))
+    is_attention |= "out" in names[:2] and ndim > 2 and shape[-3] * shape[-2] == rule.axes == shape[-1]
     layers = (rule.stacked or 0) % ndim if _has_layers(path, rule, shapes) else None
-    if isinstance(found, RotatedAxes):
+    groups: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    if is_convolution and rule.axes in shape:
+        side = shape.index(rule.axes)
+        groups = tuple(axis for axis in range(ndim) if axis != side), (side,)
+    elif isinstance(found, RotatedAxes):
         faces, stacked = found.of(path, ndim)
-        side = faces[-1]
         if is_attention:
             stacked = () if layers is None else (layers,)
-        other = tuple(axis for axis in range(ndim) if axis not in side and (is_convolution or axis not in stacked))
+        other = tuple(axis for axis in range(ndim) if axis not in (*faces[-1], *stacked))
         if not other:
             return _BY_SHAPE
         # [d_model, layers, n] looks like [d_model, heads, head_dim], except where layers are known or unrolled.
         heads = is_attention and (len(other) == 2 or layers is not None or "kv" in names.name + names.module)
-        is_known = is_convolution or len(other) == 1 or heads
-        groups = ((side, other) if side < other else (other, side)) if is_known else None
-    elif is_convolution:
-        return f"a convolution with {found}"
-    elif not names.is_kernel:
-        groups = None
-    elif ndim == 2 or rule.stacked is not None or any(all(evidence) for evidence in _stacks(path, rule, shapes)):
-        layers = (rule.stacked or 0) % ndim
-        sides = [(axis,) for axis in range(ndim) if ndim == 2 or axis != layers]
-        groups = (sides[0], sides[1]) if len(sides) == 2 else None
-    else:
-        groups = None
-    rows = [max(other) for o, other in shapes.items() if len(other) == 2 and _names(o, other, rule, shapes).is_table]
-    is_wide = bool(rows) and max(shape) == max(rows)
-    is_named = bool(_HEAD.fullmatch(names.module if names.is_kernel else names.name))
-    if ndim == 2 and rule.axes in shape and (is_wide or is_named):
-        return Matrix("head", ((0,), (1,)), not is_wide)
+        if len(other) == 1 or heads:
+            groups = (faces[-1], other) if faces[-1] < other else (other, faces[-1])
+    elif is_convolution or _OF_TIME.fullmatch(names.name):
+        return f"{'a convolution' if is_convolution else repr(names.name)} with {found}"
+    elif names.is_kernel and (ndim == 2 or (ndim == 3 and _in_stack(path, rule, shapes))):
+        first, second = (axis for axis in range(ndim) if ndim == 2 or axis != (rule.stacked or 0) % ndim)
+        groups = (first,), (second,)
+    if ndim == 2 and rule.axes in shape:
+        is_named = bool(_HEAD.fullmatch(names.module if names.is_kernel else names.name))
+        if (is_wide := _is_as_wide_as_a_table(path, rule, shapes)) or is_named:
+            return Matrix("head", ((0,), (1,)), not is_wide)
     return Matrix("matrix", groups, not names.is_kernel and not (is_attention and ndim < 4))
+
+
+def _in_stack(path: str, rule: Rule, shapes: Shapes) -> bool:
+    return rule.stacked is not None or any(all(evidence) for evidence in _stacks(path, rule, shapes))
+
+
+def _is_as_wide_as_a_table(path: str, rule: Rule, shapes: Shapes) -> bool:
+    """Returns whether a matrix [d_model, n] is the only one of that n, and a table has n rows."""
+
+    def beside_d_model(shape: tuple[int, ...]) -> int | None:
+        if len(shape) != 2 or rule.axes not in shape:
+            return None
+        return shape[1 - shape.index(rule.axes)]
+
+    n = beside_d_model(shapes[path])
+    same = [other for other, shape in shapes.items() if beside_d_model(shape) == n]
+    tables = [other for other in same if _names(other, shapes[other], rule, shapes).is_table]
+    return bool(tables) and len(same) == len(tables) + 1
 
 
 def _has_layers(path: str, rule: Rule, shapes: Shapes) -> bool:
