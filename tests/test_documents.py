@@ -22,8 +22,11 @@ from tiny_run import drawn_params
 import orthojax
 from orthojax.commands import COMMANDS
 from orthojax.config import Config, field_paths, fields_affecting, flatten, replace
+from orthojax.errors import UserError
 from orthojax.experiments import base
 from orthojax.experiments.catalog import find
+from orthojax.experiments.study import make_report, read_results
+from orthojax.files import write_with_digest
 from orthojax.model import parameter_count
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +132,32 @@ def test_the_lines_of_the_recipe_run_in_a_block():
     assert (gradient != 0).all()
 
 
+def test_a_recipe_of_one_s_own_is_ranked_beside_ours(tmp_path, monkeypatch):
+    """The file of the guide, with results of another recipe in place of hours of training."""
+    (block,) = [block for block in blocks("python", GUIDES["which_recipe.md"]) if "own_recipes" in block]
+    (tmp_path / "mine.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    study, board = find("mine:STUDY"), find("mine:BOARD")
+    assert study.runs_at("tiny")["lion"].optim.optimizer == "lion"
+    ours = json.loads((ROOT / "results/preventions_sinks/results.json").read_text())
+    rows = [row | {"variant": "lion"} for row in ours["rows"] if row["variant"] == "muon_sinks"]
+    ours.pop("sha256")
+    write_with_digest(tmp_path / "results.json", {**ours, "experiment": "mine", "rows": rows})
+    report = make_report(read_results(board, tmp_path, ROOT / "results/preventions_sinks"))
+    (ranked,) = [table for table in report.tables if table.caption.startswith("Ranked")]
+    names = [row[0] for row in ranked.rows]
+    assert names.index("muon_orthoadam_sinks") == 0
+    assert abs(names.index("lion") - names.index("muon_sinks")) == 1
+    assert "--experiment=mine:BOARD" in report.notes[0]
+    for name, says in (("mine:NO", "no attribute 'NO'"), ("nowhere:X", "No module"), ("json:dumps", "is a function")):
+        with pytest.raises(UserError, match=says):
+            find(name)
+    (tmp_path / "named.py").write_text("from orthojax.experiments.catalog import ALL\nSTUDY = ALL[0]")
+    with pytest.raises(UserError, match="has the name of another, 'quick'"):
+        find("named:STUDY")
+
+
 def test_guide_shards_the_state_over_the_data_axis():
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params = {"kernel": jnp.ones((8, 16))}
@@ -203,7 +232,7 @@ def test_config_of_the_guide_is_the_cured_model():
 
 def test_every_block_of_python_is_tested():
     tested = {"optimizer.md": 5, "frameworks.md": len(FRAMEWORKS), "attention.md": 3, "model.md": 1, "measure.md": 4}
-    tested |= {"checkpoints.md": 2, "train.md": 1, "which_recipe.md": 1}  # three of all in other files
+    tested |= {"checkpoints.md": 2, "train.md": 1, "which_recipe.md": 2}  # three of all in other files
     for page, text in GUIDES.items():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
         assert len(plain) == tested.get(page, 0), page

@@ -323,6 +323,8 @@ def run(main: Callable[[list[str]], None], *, positional: str = "", several: boo
         sys.stdout.reconfigure(errors="backslashreplace")
         if sys.stdout.isatty():
             sys.stdout = Terminal(sys.stdout.buffer, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+    if not {"", os.getcwd()} & {*sys.path}:  # so that module:NAME of this folder is found, as by python -m orthojax
+        sys.path.append(os.getcwd())
     logging.set_verbosity(logging.FATAL)  # Orbax logs a lot, and its exceptions twice; --verbosity=0 restores it
     keep_freed_memory()
     # Before NumPy and SciPy load it: OpenBLAS's own threads spin while they wait for each other, and if other work

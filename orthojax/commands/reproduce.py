@@ -25,7 +25,8 @@ def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_cache_dir()
     cli.define_compile_cache()
-    flags.DEFINE_string("experiment", None, "Which experiment, by default quick; --list shows them.")
+    what = "Which experiment, by default quick; --list shows them. One of your own as module:STUDY."
+    flags.DEFINE_string("experiment", None, what)
     flags.DEFINE_bool("list", False, "List all experiments with their scales, then exit.")
     flags.DEFINE_string(
         "scale",
@@ -133,7 +134,7 @@ def main(_: list[str]) -> None:
             cache_dir=Path(FLAGS.cache_dir),
             given={name: Given(config, checkpoint) for name, (checkpoint, config) in found.items()},
             jobs=FLAGS.jobs,
-            command=_command(study.name, workdir, scale),
+            command=_command(study.experiment, workdir, scale),
             only=FLAGS.only,
         )
         if FLAGS.only is not None:
@@ -142,5 +143,5 @@ def main(_: list[str]) -> None:
     write_report(report, workdir)
     several = study.runs and len(results.seeds) == 1 and not folders
     seeds = ",".join(str(results.seeds[0] + i) for i in range(3)) if several else ""
-    more = f"orthojax reproduce --experiment={study.name} --scale={scale} --seeds={seeds}" if several else ""
+    more = f"orthojax reproduce --experiment={study.experiment} --scale={scale} --seeds={seeds}" if several else ""
     print_summary(report, f"{workdir}/report.html", seconds=time.monotonic() - started, next_command=more)

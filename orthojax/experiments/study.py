@@ -90,6 +90,12 @@ class Study:
     pictures: Sequence[Callable[[Results], Sequence[Picture]]] = ()
     headlines: Sequence[tuple[str | Quantity, str, str]] = ()  # (metric, variant before, variant after), on top
     note: str = ""  # what a reader must know besides the table
+    imported_as: str = ""  # module:STUDY, for one from outside
+
+    @property
+    def experiment(self) -> str:
+        """What --experiment names it."""
+        return self.imported_as or self.name
 
     @property
     def published(self) -> Mapping[str, Published]:
@@ -332,7 +338,7 @@ def command(results: StudyResults) -> str:
     given = [f"{re.sub(_NOT_IN_NAMES, '_', result.name)}=PATH" for result in results.values() if result.given]
     models = f" --model={','.join(given)}" if given else ""
     seeds = ",".join(map(str, results.seeds))
-    return f"orthojax reproduce --experiment={results.study.name}{scale} --seeds={seeds}{models}"
+    return f"orthojax reproduce --experiment={results.study.experiment}{scale} --seeds={seeds}{models}"
 
 
 def _notes(results: StudyResults) -> list[str]:

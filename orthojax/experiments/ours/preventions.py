@@ -13,8 +13,9 @@ from orthojax.experiments.from_attention.channels import correlation
 from orthojax.experiments.measures import FOUR_BIT, FOUR_BITS, Measure, Metrics, Say
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
+from orthojax.report.page import Table
 from orthojax.report.pictures import LOSS, Bars, ByStep, Points
-from orthojax.report.results import Missing, Result
+from orthojax.report.results import Missing, Result, Results
 from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs, rounded_perplexities
 from orthojax.train.evaluation import cached_perplexities, rotated_perplexities
@@ -290,6 +291,29 @@ SINKS = Study(
           for name in _SINKS[1:]),
     ],
 )  # fmt: skip
+
+
+def _ranking(results: Results) -> Table:
+    """Ranks recipes by their perplexity after rounding to w4a4."""
+    rounded = Metric("perplexity_w4a4")
+    ranked = sorted(results.finished, key=lambda result: result[rounded])
+    ranked = Results({result.name: result for result in ranked})
+    return Columns("Ranked by perplexity at w4a4", [rounded, "perplexity", c.lost("w4a4"), c.lost(c.COARSE)])(ranked)
+
+
+def own_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> tuple[Study, Study]:
+    """Makes a study of recipes of one's own in the setting of `preventions`, and the board that ranks them.
+
+    The board, NAME_board, is for --report, beside the results of `preventions_sinks`. `recipes` is recipe -> changes of
+    the setting's config, by path, among them learning rate and weight decay.
+    """
+    own = lambda scale: {recipe: replace(_BASE, changes) for recipe, changes in recipes.items()}  # noqa: E731
+    note = "4,000 steps of 1,024 tokens, the setting of `preventions`."
+    shared = _SHARED | {"columns": _COLUMNS, "note": note, "tables": [_ranking, *_TABLES[:-1]]}
+    board = Study(name=f"{name}_board", title=f"Recipes of {name} beside ours", **shared,
+                  runs=lambda scale: own(scale) | dict(SINKS.runs_at(scale)))  # fmt: skip
+    return Study(name=name, title=f"Recipes of {name}", runs=own, **shared), board
+
 
 _WITH_SINKS = {"model.normalizer": "learned_sink"}
 
