@@ -63,6 +63,15 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES} == tested
 
 
+def test_the_file_for_optax_passes_its_own_tests():
+    folder = ROOT / "examples/optax_contrib"
+    assert "orthojax" not in (folder / "_orthoadam.py").read_text(encoding="utf-8").lower().replace(
+        "scale_by_orthoadam", ""
+    )
+    done = python("_orthoadam_test.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
 # Notebooks, from their first cell to their last: they print the kind of thing that they hold as outputs.
 
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
