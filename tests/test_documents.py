@@ -118,6 +118,13 @@ def test_the_guide_describes_muon(capsys):
     assert capsys.readouterr().out.strip() == shown.strip()
 
 
+def test_the_attention_of_the_readme_runs():
+    query = jax.random.normal(jax.random.key(0), (1, 6, 4, 8))
+    names = names_of("dot_product_attention", jnp=jnp, heads=4, query=query, key=query, value=query, orthojax=orthojax)
+    softmax1 = names["attend"](query, query, query, is_causal=True, normalizer="softmax1")
+    assert jnp.allclose(names["out"], softmax1, atol=1e-6)  # that of a sink of 0
+
+
 def test_the_lines_of_the_recipe_run_in_a_block():
     class Attention(nn.Module):
         @nn.compact
