@@ -234,7 +234,9 @@ def test_a_rule_of_one_s_own_replaces_ours():
         return {"wte": "embedding", "b": "adam"}.get(path, MuonDimensionNumbers((0, 1), -1))
 
     tree = {"wte": jnp.ones((V, D)), "b": jnp.ones((2, 3)), "w": jnp.ones((2, 3, D))}
-    found = describe(scale_by_muon_orthoadam(groups=groups, rotation=Rotation(axes=D)), tree)
+    optimizer = scale_by_muon_orthoadam(groups=groups)
+    optimizer.update(tree, optimizer.init(tree))  # finds d_model in the whole tree
+    found = describe(optimizer, tree)
     assert dict(found) == {"wte": "orthoadam axes (1,): hadamard 16", "b": "adam ", "w": "muon 2*3 x 16"}
 
 
@@ -247,8 +249,9 @@ def test_a_rule_of_one_s_own_replaces_ours():
         ({"wte": jnp.ones((V, D)), "w": jnp.ones((5, 6, 7)), "w_up": jnp.ones((D, F))}, {"rotation": Rotation(axes=D)},
          ("w (5, 6, 7)", "groups=")),
         ({"w": jnp.ones((D, F))}, {}, "not certain of d_model"),
-        ({"w": jnp.ones((D, F))}, {"groups": lambda *_: MuonDimensionNumbers(0, 2)}, "MuonDimensionNumbers with"),
-        ({"w": jnp.ones((D, F))}, {"groups": lambda *_: None}, "returned None")]),
+        ({"w": jnp.ones((D, F))}, {"groups": lambda *_: MuonDimensionNumbers(0, 2), "rotation": Rotation(axes=D)},
+         "MuonDimensionNumbers with"),
+        ({"w": jnp.ones((D, F))}, {"groups": lambda *_: None, "rotation": Rotation(axes=D)}, "returned None")]),
     (lambda _: describe(optax.chain(muon_orthoadam(0.1)), {}), "unchained", TypeError),
     (lambda _: muon_orthoadam(0.1, rotation="haar"), "rotation='haar'", TypeError),
 )  # fmt: skip

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from orthojax.errors import UserError
@@ -93,9 +92,8 @@ def scale_by_muon_orthoadam(
         return optax.partition(made, lambda tree: _by_path(lambda path, _: found.of[path].label, tree))
 
     def init_fn(params):
-        if guesses := [
-            path for path, group in _groups_of(rotation, embeddings, groups, params).of.items() if group.unsure
-        ]:
+        found = _groups_of(rotation, embeddings, groups, params)
+        if guesses := [path for path, group in found.of.items() if group.unsure]:
             shown = ", ".join(guesses[:3]) + (", ..." if len(guesses) > 3 else "")
             hint = "print(orthojax.optim.describe(transformation, params)) shows what is found"
             warnings.warn(f"the treatment of {len(guesses)} parameters is a guess ({shown}); {hint}", stacklevel=2)
@@ -211,13 +209,13 @@ def _groups_of_leaves(
     leaves: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
     is_part: bool,
 ) -> _Found:
-    if groups is not None:
-        chosen = {path: groups(path, leaf) for path, leaf in leaves}
-        return _Found(None, {path: _chosen(path, leaf.shape, chosen[path], embeddings) for path, leaf in leaves})
     shapes = {path: leaf.shape for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
     d_model = rotation.axes if isinstance(rotation.axes, int) else None
-    if d_model is None:
+    if d_model is None and (groups is None or (rotation.axes is None and embeddings == "orthoadam")):
         d_model = axes_rule.find_d_model(shapes, rotation.embeddings, is_part, rotation.stacked)
+    if groups is not None:
+        chosen = {path: groups(path, leaf) for path, leaf in leaves}
+        return _Found(d_model, {path: _chosen(path, leaf.shape, chosen[path], embeddings) for path, leaf in leaves})
     rule = axes_rule.Rule(d_model, rotation.kernel_layout, rotation.embeddings, rotation.stacked)
     found, unknown = {}, []
     for path, leaf in leaves:
@@ -317,15 +315,16 @@ def _orthogonalized(path: str, x: jax.Array, dimensions: Sides, coefficients: ja
     order = (*batch, *rows, *columns)
     m, n = (math.prod(x.shape[axis] for axis in side) for side in (rows, columns))
     sharding = known_sharding(x)
-    if sharding is not None and isinstance(x, Tracer):  # over Explicit axes: products need whole matrices
-        over = [None if axis in (*rows, *columns) else entry
-                for axis, entry in enumerate((*sharding.spec, *[None] * x.ndim)[: x.ndim])]  # fmt: skip
-        x = place(x, NamedSharding(sharding.mesh, PartitionSpec(*over)))
+    explicit = sharding if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types else None
+    if explicit is not None:  # its products need whole matrices
+        spec = dict(enumerate(explicit.spec))
+        whole = PartitionSpec(*(spec.get(axis) if axis in batch else None for axis in range(x.ndim)))
+        x = place(x, NamedSharding(explicit.mesh, whole))
     moved = x.transpose(order)
     flat = moved.reshape(-1, m, n) if x.size else moved.reshape(0, m, n)
     y = _newton_schulz(flat.astype(wide_dtype(x)), coefficients).reshape(moved.shape).transpose(np.argsort(order))
     y = (y * (_RMS * max(m, n) ** 0.5)).astype(x.dtype)
-    return y if sharding is None or not isinstance(x, Tracer) else place(y, sharding)
+    return place(y, explicit)
 
 
 def _require_whole(path: str, x: jax.Array) -> None:
