@@ -79,15 +79,18 @@ def relaxed_causal_mask(
     """Makes the causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, 3.2).
 
     Args:
-      queries: T, or the positions [T] of a part of a sequence.
+      queries: T, or the positions [T] of a part of a sequence, or [B, T] of parts of several.
       relaxed: k; 0 or 1 is the causal mask.
       window: Query t sees no key before t - window + 1; None hides none.
-      keys: Positions [S] of keys, for a boolean [1, 1, T, S]; those of the queries if None.
+      keys: Positions [S] or [B, S] of keys, those of the queries if None.
+
+    Returns a boolean mask [1, 1, T, S] or [B, 1, T, S].
     """
     queries = queries if isinstance(queries, jax.Array) else jnp.arange(queries)
-    t, s = queries[:, None], (queries if keys is None else keys)[None, :]
+    t, s = queries[..., :, None], (queries if keys is None else keys)[..., None, :]
     visible = (s <= t) | ((t < relaxed) & (s < relaxed))
-    return (visible if window is None else visible & (t - s < window))[None, None]
+    visible = visible if window is None else visible & (t - s < window)
+    return visible[None, None] if visible.ndim == 2 else visible[:, None]
 
 
 def attention_logits(
