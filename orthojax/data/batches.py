@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,16 +179,12 @@ class PackedBatches(TokenBatches):
 
 def _pieces(tokens: np.ndarray, eos_id: int, length: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns where the pieces of documents start, and their sizes; neighbours share a token if `shared` is 1."""
-    at_once = 2**26
-    ends = [
-        start + 1 + np.flatnonzero(tokens[start : start + at_once] == eos_id)
-        for start in range(0, len(tokens), at_once)
-    ]
+    at_once = 2**26  # of what may be a memory map
+    parts = ((start, tokens[start : start + at_once]) for start in range(0, len(tokens), at_once))
+    ends = [start + 1 + np.flatnonzero(part == eos_id) for start, part in parts]
     ends = np.unique(np.concatenate([*ends, [len(tokens)]]))
     begins = np.concatenate([[0], ends[:-1]])
-    counts = -(
-        (begins - ends + shared) // length
-    )  # without the one token of an empty document, if neither has a target
+    counts = -((begins - ends + shared) // length)  # none if there is no target, only the end of an empty document
     numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(begins, counts) + length * numbers
     return starts, np.minimum(length + shared, np.repeat(ends, counts) - starts)
@@ -196,21 +193,21 @@ def _pieces(tokens: np.ndarray, eos_id: int, length: int, shared: int) -> tuple[
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Returns a row for each of the sizes: the fullest that has room for it, the largest size first."""
     row_of, rows = np.zeros(len(sizes), np.int64), 0
-    rooms: list[int] = []  # sorted, without repetition
-    with_room: dict[int, list[int]] = {capacity: []}
+    rooms: list[int] = []  # what is left of the rows, sorted, each number once
+    with_room: dict[int, list[int]] = defaultdict(list)
     for i in np.argsort(-sizes, kind="stable").tolist():
-        size, at = int(sizes[i]), bisect.bisect_left(rooms, int(sizes[i]))
-        if at < len(rooms):
-            room = rooms[at]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del rooms[at]
-        else:
-            room, row, rows = capacity, rows, rows + 1
-        if not with_room.setdefault(room - size, []):
-            bisect.insort(rooms, room - size)
-        with_room[room - size].append(row)
-        row_of[i] = row
+        at = bisect.bisect_left(rooms, sizes[i])
+        if at == len(rooms):
+            rooms.append(capacity)
+            with_room[capacity].append(rows)
+            rows += 1
+        room, left = rooms[at], int(rooms[at] - sizes[i])
+        row_of[i] = row = with_room[room].pop()
+        if not with_room[room]:
+            del rooms[at]
+        if not with_room[left]:
+            bisect.insort(rooms, left)
+        with_room[left].append(row)
     return row_of
 
 

@@ -17,13 +17,7 @@ from orthojax.errors import UserError
 from orthojax.model.cache import CachedLayer
 from orthojax.model.interventions import Interventions, force_weights, scale_first
 from orthojax.model.layers import Norm, Part
-from orthojax.ops.attention import (
-    attention_logits,
-    dot_product_attention,
-    relaxed_causal_mask,
-    same_segment,
-    weighted_values,
-)
+from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.rotary import (
     dynamic_frequencies,
@@ -199,7 +193,8 @@ def attention_mask(config: ModelConfig, length: int, rows: Rows, layer: int) -> 
     else:
         positions = length if rows.positions is None else rows.positions
         visible = relaxed_causal_mask(positions, config.relaxed_causal_tokens, config.layer_window(layer))
-    return visible if rows.segment_ids is None else visible & same_segment(rows.segment_ids, rows.segment_ids)
+    ids = rows.segment_ids
+    return visible if ids is None else visible & (ids[:, None, :, None] == ids[:, None, None, :])
 
 
 def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:

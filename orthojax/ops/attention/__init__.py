@@ -14,6 +14,5 @@ from orthojax.ops.attention.inputs import ATTENTION_NAME as ATTENTION_NAME
 from orthojax.ops.attention.xla import attention_logits as attention_logits
 from orthojax.ops.attention.xla import attention_weights as attention_weights
 from orthojax.ops.attention.xla import relaxed_causal_mask as relaxed_causal_mask
-from orthojax.ops.attention.xla import same_segment as same_segment
 from orthojax.ops.attention.xla import visible_keys as visible_keys
 from orthojax.ops.attention.xla import weighted_values as weighted_values
