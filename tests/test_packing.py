@@ -1,6 +1,5 @@
 """Packed rows: several sequences in a row are what they are in rows of their own."""
 
-import re
 from typing import get_args
 
 import jax
@@ -60,24 +59,22 @@ def test_packed_rows_train_as_separate_ones(name):
     assert_near(*means, 1e-6)
 
 
-REFUSED = {
-    "a cache": ({}, np.ones((1, 4), np.int32), True),
-    "'dynamic'": (ROTARY | {"rope": RopeConfig(scaling="dynamic", factor=2.0)}, np.ones((1, 4), np.int32), False),
-    "prefix": ({"attention_mask": "prefix"}, np.ones((1, 4), np.int32), False),
-    "(1, 4)": ({}, np.ones((1, 5), np.int32), False),
-    "float32": ({}, np.ones((1, 4), np.float32), False),
+TOKENS, DYNAMIC = jnp.zeros((1, 4), jnp.int32), RopeConfig(scaling="dynamic", factor=2.0)
+REFUSED = {  # by words of the error: changes of the model, segment ids
+    "with a cache": ({}, TOKENS),
+    "'dynamic'": (ROTARY | {"rope": DYNAMIC}, TOKENS),
+    "'prefix'": ({"attention_mask": "prefix"}, TOKENS),
+    r"\(1, 5\)\nallowed: integers of the shape of the tokens, \(1, 4\)": ({}, jnp.zeros((1, 5), jnp.int32)),
+    "float32": ({}, jnp.zeros((1, 4))),
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_segments_are_refused_where_rows_would_not_be_separate(words):
-    changes, segment_ids, with_cache = REFUSED[words]
-    model = Transformer(ModelConfig(**(SMALL | changes)))
-    cache = init_cache(model.config, 1, 4) if with_cache else None
-    tokens = jnp.zeros((1, 4), jnp.int32)
-    params = {"params": stacked_params(model.config)}
-    with pytest.raises(UserError, match=re.escape(words)):
-        model.apply(params, tokens, cache=cache, segment_ids=jnp.asarray(segment_ids))
+    model = Transformer(ModelConfig(**(SMALL | REFUSED[words][0])))
+    cache = init_cache(model.config, 1, 4) if "cache" in words else None
+    with pytest.raises(UserError, match=words):
+        model.apply({"params": stacked_params(model.config)}, TOKENS, cache=cache, segment_ids=REFUSED[words][1])
 
 
 # Data.

@@ -12,8 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import ModelConfig
-from orthojax.errors import UserError
+from orthojax.config import ModelConfig, require
 from orthojax.model.cache import CachedLayer
 from orthojax.model.interventions import Interventions, force_weights, scale_first
 from orthojax.model.layers import Norm, Part
@@ -208,9 +207,9 @@ def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.A
     plain = rotary_frequencies(channels, theta)
     if rope is None or rope.scaling == "none":
         return plain
-    if rope.scaling in ("longrope", "dynamic") and positions.ndim > 1:
-        problem = f"segment_ids for a model with rope.scaling={rope.scaling!r}, whose frequencies depend on the length"
-        raise UserError(problem, allowed="one sequence in a row")
+    whole = positions.ndim == 1 or rope.scaling not in ("longrope", "dynamic")
+    by_length = f"segment_ids for a model with rope.scaling={rope.scaling!r}, whose frequencies depend on the length"
+    require(whole, by_length, "one sequence in a row")
     if rope.scaling == "linear":
         return plain / rope.factor
     if rope.scaling == "longrope":

@@ -13,8 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import ModelConfig, Remat
-from orthojax.errors import UserError
+from orthojax.config import ModelConfig, Remat, require
 from orthojax.model.attention import Attention, LatentAttention, Rows
 from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
 from orthojax.model.interventions import Interventions, Observe, Taps, intervene, replace, split_layers
@@ -249,12 +248,11 @@ class Transformer(nn.Module):
         has_prefix = self.config.attention_mask == "prefix"
         if segment_ids is None:
             return Rows(prefix=prefix_lengths(tokens, self.config) if has_prefix else None)
-        if segment_ids.shape != tokens.shape or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            found = f"segment_ids are {segment_ids.dtype} of shape {segment_ids.shape}"
-            raise UserError(found, allowed=f"integers of the shape of the tokens, {tokens.shape}")
-        if has_prefix or cache is not None:
-            problem = f"segment_ids with {'a cache' if cache is not None else 'attention_mask=prefix'}"
-            raise UserError(problem, allowed="one sequence in a row")
+        fits = segment_ids.shape == tokens.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer)
+        found = f"segment_ids are {segment_ids.dtype} of shape {segment_ids.shape}"
+        require(fits, found, f"integers of the shape of the tokens, {tokens.shape}")
+        require(not has_prefix, "segment_ids for a model with attention_mask='prefix'", "one sequence in a row")
+        require(cache is None, "segment_ids with a cache", "one sequence in a row")
         return Rows(segment_ids=segment_ids, positions=segment_positions(segment_ids))
 
     def _projected(self, x: jax.Array, name: str) -> jax.Array:
