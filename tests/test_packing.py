@@ -48,7 +48,6 @@ def packed_rows():
 def test_packed_rows_train_as_separate_ones(name):
     model = Transformer(ModelConfig(**(SMALL | MODELS[name])))
     params, (rows, sequences) = jax.tree.map(lambda p: p / 2, stacked_params(model.config)), packed_rows()
-
     loss = lambda params, rows, packed: loss_sum_nats(model, params, rows, packed=packed)  # noqa: E731
     both = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=2)
     (total, count), gradients = both(params, rows, True)
@@ -57,6 +56,16 @@ def test_packed_rows_train_as_separate_ones(name):
     assert count == counts
     means = jax.tree.map(lambda x: x / counts, ((total, gradients), (expected, slopes)))
     assert_near(*means, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gelu", "rotary, windows"])
+def test_logits_of_packed_rows_are_those_of_separate_ones(name):
+    model = Transformer(ModelConfig(**(SMALL | MODELS[name] | {"max_length": 13})))
+    params, (rows, sequences) = {"params": stacked_params(model.config)}, packed_rows()
+    ids, segments = np.split(rows, 2, axis=1)
+    apply = jax.jit(lambda ids, segments=None: model.apply(params, ids, segment_ids=segments)[0])
+    expected = np.concatenate([apply(sequence[None])[0] for sequence in sequences])
+    assert_near(apply(ids, segments)[segments > 0], expected, 1e-6)
 
 
 TOKENS, DYNAMIC = jnp.zeros((1, 4), jnp.int32), RopeConfig(scaling="dynamic", factor=2.0)
