@@ -30,7 +30,9 @@ def qkv(t, s, kv_heads=4, *, batch=2, heads=4, width=8, seed=0):
     return [rng.normal(size=(batch, length, n, width)) for length, n in shapes]
 
 
-def visible(shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=None, key_value_seq_lengths=None):
+def visible(
+    shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=None, key_value_seq_lengths=None, segment_ids=0
+):
     """Returns a boolean mask [B, N, T, S], by comparing positions."""
     batch, _, t_length, s_length = shape
     t, s = np.ogrid[:t_length, :s_length]
@@ -38,6 +40,8 @@ def visible(shape, mask=True, is_causal=False, window=10**6, query_seq_lengths=N
     sees = np.broadcast_to(mask, shape) & ((s <= t) | (not is_causal)) & (t - left <= s) & (s <= t + right)
     ends = (query_seq_lengths, key_value_seq_lengths)
     queries, keys = (np.full(batch, 10**6) if end is None else np.asarray(end) for end in ends)
+    of_query, of_key = map(np.atleast_1d, segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2)
+    sees &= of_query[..., None, :, None] == of_key[..., None, None, :]
     return sees & (t < queries[:, None, None, None]) & (s < keys[:, None, None, None])
 
 

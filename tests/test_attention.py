@@ -61,6 +61,11 @@ def _ends(queries, keys):
     return {"query_seq_lengths": np.array(queries, np.int32), "key_value_seq_lengths": np.array(keys, np.int32)}
 
 
+def _segments(length, *starts):
+    """Returns ids int32 [B, length] of segments that start there in each row."""
+    return np.array([np.searchsorted(row, np.arange(length), "right") for row in starts], np.int32)
+
+
 # The contract: implementation x mask x normalizer.
 
 CASES = {
@@ -86,14 +91,21 @@ CASES = {
     "lengths": (9, 9, 4, {**_ends([4, 9], [9, 0]), "is_causal": True}),
     "everything": (10, 8, 2, {"bias": normal(1, N, 10, 8), "mask": _mask(B, 1, 10, 8), "is_causal": True,
                               "local_window_size": (3, 2), **_ends([10, 5], [8, 4]), "scale": 1.3}),
+    "segments, causal": (10, 10, 2, {"segment_ids": _segments(10, [3, 7, 8], [5]), "is_causal": True}),
+    "segments that some keys lack": (8, 6, 4, {"segment_ids": (_segments(8, [2, 7], [4]), _segments(6, [3], [0])),
+                                               "mask": _mask(B, 1, 8, 6)}),
+    "segments, window, lengths": (12, 12, 2, {"segment_ids": _segments(12, [3], [2, 3, 9]), "is_causal": True,
+                                              "local_window_size": 3, **_ends([12, 8], [10, 12])}),
 }  # fmt: skip
 # What one query sees matters to all normalizers alike; these differ in what they do with the other keys.
 KINDS = ["softmax", "softmax1", "relu"]  # they differ in the keys that a query does not see
 WITH_GRADIENTS = ("causal window, grouped", "window of later keys, soft cap, scale of each", "everything")
-NOT_BY_CUDNN = ("window", "window beyond the keys", "everything")
+WITH_GRADIENTS += ("segments, causal", "segments, window, lengths")
+NOT_BY_CUDNN = ("window", "window beyond the keys", "everything", "segments, window, lengths")
 BY_CUDNN = [case for case in CASES if case not in NOT_BY_CUDNN and "scale of" not in case]
 SINKS = ["softmax", "softmax1", "softmax_n", 3.0, 0.0]
-QUICK = {case: [KINDS[i % 3]] for i, case in enumerate(CASES)} | {"everything": list(NORMALIZERS)}
+QUICK = {case: [KINDS[i % 3]] for i, case in enumerate(CASES)}
+QUICK |= {case: list(NORMALIZERS) for case in ("everything", "segments, causal", "segments that some keys lack")}
 CONTRACT = [("xla_chunked", case, names) for case, names in QUICK.items()]
 CONTRACT += [("cudnn", case, ["sink", *(SINKS if case == "causal" else [])]) for case in BY_CUDNN]
 CONTRACT += [pytest.param(of, case, list(NORMALIZERS), marks=_slow) for of in IMPLEMENTATIONS for case in CASES]
@@ -272,17 +284,24 @@ def test_on_a_mesh_nothing_travels(attend):
     assert found[1].sharding.is_equivalent_to(heads, 4)
 
 
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
-def test_over_a_mesh_learned_sinks_and_their_gradients_are_the_definition(attend):
+@pytest.mark.parametrize(
+    ("implementation", "kind"), [*((of, "Auto") for of in ALL_IMPLEMENTATIONS), ("xla_chunked", "Explicit")]
+)
+def test_over_a_mesh_learned_sinks_segments_and_their_gradients_are_the_definition(attend, kind):
     rows, tolerances = jax.P("data", None, "tensor"), dict.fromkeys(("rtol", "atol", "slope_tolerance"), 1e-5)
+    place = jax.lax.with_sharding_constraint if kind == "Auto" else jax.sharding.reshard
 
     def placed(*arrays, normalizer, **options):
-        arrays = (jax.lax.with_sharding_constraint(a, rows) for a in arrays)
-        return attend(*arrays, normalizer=jax.lax.with_sharding_constraint(normalizer, jax.P("tensor")), **options)
+        arrays = (place(a, rows) for a in arrays)
+        return place(attend(*arrays, normalizer=place(normalizer, jax.P("tensor")), **options), rows)
 
-    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
-        arrays = qkv(10, 10, 2, batch=4)
-        output, _ = check_definition(placed, arrays, NORMALIZERS["sink"], is_causal=True, **tolerances)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    with jax.set_mesh(mesh):
+        arrays, options = (
+            qkv(10, 10, 2, batch=4),
+            {"is_causal": True, "segment_ids": _segments(10, [3], [], [5, 6], [9])},
+        )
+        output, _ = check_definition(placed, arrays, NORMALIZERS["sink"], **options, **tolerances)
     assert output.sharding.shard_shape(output.shape) == (1, 10, 2, 8)
 
 

@@ -32,6 +32,10 @@ CASES = {
         "local_window_size": (20, 0), "logits_soft_cap": 1.5, "scale": 2.0, "value": normal(2, 130, 2, 70)}),
     "sinks, one query": (1, 5, 2, SINKS, {}),
     "softmax, plain": (128, 256, 2, "softmax", {}),
+    "sinks, segments, both lengths": (130, 130, 2, SINKS, {"is_causal": True, **ENDS, "segment_ids": (
+        np.arange(130) // np.array([[50], [33]]))}),
+    "softmax-1, segments of queries and keys": (130, 100, 2, "softmax1", {"segment_ids": (
+        np.arange(130) // np.array([[50], [33]]), np.arange(100) // np.array([[40], [150]]))}),
     "softmax_n with n = 0, both lengths": (130, 100, 2, 0.0, ENDS),
 }  # fmt: skip
 slow = pytest.mark.slow

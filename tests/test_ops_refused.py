@@ -75,11 +75,11 @@ def by_splash(_, options, dtypes=(jnp.float32,) * 3):
     attend_by("splash", [(2, 128, 4, 8)] * 3, dtypes, **options)
 
 
-def on_explicit_axes(_, implementation, spec, key_heads=2):
+def on_explicit_axes(_, implementation, spec, key_heads=2, keys=None):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     q, k = (jnp.zeros((4, 128, heads, 8), jnp.bfloat16) for heads in (8, key_heads))
-    placed = jax.device_put(q, NamedSharding(mesh, spec))
-    jax.eval_shape(lambda *arrays: dot_product_attention(*arrays, implementation=implementation), placed, k, k)
+    q, k = jax.device_put(q, NamedSharding(mesh, spec)), jax.device_put(k, NamedSharding(mesh, keys or P()))
+    jax.eval_shape(lambda *arrays: dot_product_attention(*arrays, implementation=implementation), q, k, k)
 
 
 def with_window(window):
@@ -103,6 +103,7 @@ def of_queries(_, queries, mask):
     orthojax.attention_fn(is_causal=True)(HEADED[:, :queries], HEADED, HEADED, mask=mask)
 
 
+SEGMENTS = jnp.zeros((2, 6), jnp.int32)
 ATTENTION = [
     (lambda d, options: attend(d, **options), [
         ({"key": (2, 7, 2, 8, 1)}, "key"), ({"shape": (2, 5, 4, 6)}, "width"), ({"shape": (2, 5, 3, 8)}, "heads"),
@@ -111,6 +112,8 @@ ATTENTION = [
         ({"query_seq_lengths": jnp.array([1, 2, 3])}, "query_seq_lengths"), ({"value": (2, 7, 4, 8)}, "widths only"),
         ({"bias": np.zeros((2, 4, 5, 7), bool)}, "bool; what hides keys is a mask"),
         ({"scale": np.zeros((3, 1, 1), np.float32)}, "scale"), ({"scale": [0.5]}, "scale"),
+        *(({"segment_ids": ids}, "segment_ids must be integers of shape (2, 5), and (2, 7) for the keys") for ids in (
+            np.zeros((2, 5), np.int32), (np.zeros((2, 5), np.int32), np.zeros((2, 7))), ())),
         ({"is_causal": "False"}, "is_causal must be True or False, got 'False'"),
         *(({"normalizer": np.zeros(4, kind)}, "floating dtype") for kind in (complex, int, bool)),
         *(({"logits_soft_cap": cap}, "logits_soft_cap") for cap in (0.0, np.inf, np.ones(1))),
@@ -124,7 +127,10 @@ ATTENTION = [
         ({"local_window_size": (-1, 0)}, "window"), ({}, jnp.float32, "float32"), ({}, jnp.bfloat16, 12, "12"),
         ({"mask": jnp.ones((5, 5), bool)}, jnp.bfloat16, 8, 5, "even"), ({"local_window_size": 2}, "causal"),
         ({"local_window_size": (2, 0)}, jnp.bfloat16, 8, 6, 4, "keys"),
-        ({"normalizer": 0.0, "mask": jnp.ones((6, 6), bool)}, "n = 0")], NotImplementedError),
+        ({"normalizer": 0.0, "mask": jnp.ones((6, 6), bool)}, "n = 0"),
+        ({"segment_ids": SEGMENTS[:, :5]}, jnp.bfloat16, 8, 5, "segments the numbers of queries and keys must be even"),
+        ({"segment_ids": SEGMENTS, "local_window_size": (2, 0)}, "a window cannot be combined with"),
+        ({"segment_ids": SEGMENTS, "normalizer": 0.0}, "segments: rows that see no key")], NotImplementedError),
     (lambda _: jax.eval_shape(with_window, 3), "known when tracing", NotImplementedError),
     (by_splash, [
         ({"bias": jnp.zeros((1, 1, 128, 128))}, "bias=None"), ({"mask": jnp.ones((1, 1, 128, 128), bool)}, "mask"),
@@ -135,6 +141,11 @@ ATTENTION = [
     (on_explicit_axes, [
         ("cudnn", P(None, "x"), "batch and heads"), ("cudnn", P(None, None, "x"), "key-value heads"),
         ("splash", P("x"), "Explicit")], NotImplementedError),
+    (on_explicit_axes, [
+        (of, query, 2, keys, f"key is sharded along its {words}")
+        for of in ("xla", "xla_chunked", "cudnn") for query, keys, words in (
+            (P(None, "x"), P(None, "x"), "sequence"), (P("x"), P(None, "x"), "sequence"),
+            (P(*[None] * 3, "x"), P(*[None] * 3, "x"), "sequence or width"))], ValueError),
     (in_flax, [
         ({"dropout_rate": 0.1}, "drop by 'splash'"), ({"module": object()}, "sow"),  # of a flax layer that sows weights
         ({"precision": "highest"}, "precision"), ({"qk_attn_weights_einsum": jnp.einsum}, "einsum")],

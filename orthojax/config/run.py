@@ -130,6 +130,8 @@ class DataConfig:
         vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` needs none: the files name theirs.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
+      pack: Fill the rows of training with whole documents, which do not see each other: see
+        `orthojax.data.PackedBatches`. Rows of evaluation stay plain.
       objective: What is predicted: the next token; 15% of the tokens, most of them masked (`masked`, for
         `model.attention_mask='full'`); or 15% of the tokens, which are cut out in spans (`span_corruption`, for
         `prefix`). See `orthojax.data.batches`. Ids for masks and spans are the last ones of the model's vocabulary.
@@ -155,6 +157,7 @@ class DataConfig:
     tokenizer: str = "bpe:2048"
     sequence_length: int = setting(64, Range(lambda length: 2 <= length <= 2**24, "2 to 2**24"))
     bos: bool = False
+    pack: bool = False
     objective: Literal["next_token", "masked", "span_corruption"] = "next_token"
     seed: int = setting(0, SEED)
     repeated_share: float = setting(0.0, SHARE)
@@ -175,6 +178,8 @@ class DataConfig:
         of_kind, corrupted = f"is not read by data.kind={kind!r}", f"objective={self.objective!r} with data."
         return [
             (next_token or kind != "bigram_backcopy", f"{corrupted}kind={kind!r}", "kinds with text"),
+            (not self.pack or (next_token and kind != "bigram_backcopy"),
+             f"pack with data.kind={kind!r}, data.objective={self.objective!r}", "text and objective 'next_token'"),
             (next_token or length >= 8, f"{corrupted}sequence_length={length}", "a sequence_length of at least 8"),
             (kind != "text" or files > 0, "kind='text' without files", "data.paths=FILE[,FILE...]"),
             (kind != "tokens" or files == 2, f"kind='tokens' with {files} files",
@@ -189,7 +194,9 @@ class DataConfig:
 
     @property
     def row_length(self) -> int:
-        """Returns the ids in a row: inputs and the last target, or for another objective inputs and targets."""
+        """Returns the ids in a row: inputs and the last target; if packed or for another objective, twice as many."""
+        if self.pack:
+            return 2 * (self.sequence_length + 1)
         return self.sequence_length + 1 if self.objective == "next_token" else 2 * self.sequence_length
 
     @property

@@ -4,6 +4,7 @@
 text of any size. `tokenizers`, `grain`, `datasets` and `tensorflow_datasets` are imported only when they are used.
 """
 
+from orthojax.data.batches import PackedBatches as PackedBatches
 from orthojax.data.batches import TokenBatches as TokenBatches
 from orthojax.data.batches import open_dataset as open_dataset
 from orthojax.data.bigram_backcopy import BigramBackcopy as BigramBackcopy

@@ -1,9 +1,11 @@
 """Datasets of configs, with tokens made once and kept in a cache folder; batches; rows of masked tokens and spans."""
 
+import bisect
 import dataclasses
 import functools
 import hashlib
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,6 +126,89 @@ class TokenBatches:
         for row, i in zip(rows, indices, strict=True):
             row[begin:] = self.tokens[i * length : i * length + length + 1 - begin]
         return rows
+
+
+class PackedBatches(TokenBatches):
+    """`TokenBatches` whose rows hold whole documents, and pieces of those that are longer than a row.
+
+    A row has `sequence_length + 1` ids, then as many segment ids: 1 for the tokens of its first document, 2 for the
+    next, ..., 0 for padding. Pieces of a long document are cut like the rows of `TokenBatches`, and with `bos_id` every
+    document and piece starts with it. They are put together by best fit, the longest first, which leaves little
+    padding. The tokens are read once at the start, to find where documents end.
+
+    >>> packed = PackedBatches(np.array([5, 0, 7, 8, 9, 4, 6, 0, 3, 0]), 4, 1, seed=0, eos_id=0)
+    >>> packed.spread_rows(2)
+    array([[7, 8, 9, 4, 6, 1, 1, 1, 1, 1],
+           [5, 0, 6, 0, 0, 1, 1, 2, 2, 0]], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        bos_id: int | None = None,
+        *,
+        eos_id: int,
+    ):
+        """Plans the rows of integers [n] in which `eos_id` ends every document; other arguments are the base's."""
+        super().__init__(tokens, sequence_length, batch_size, seed, bos_id)
+        starts, sizes = _pieces(self.tokens, eos_id, sequence_length, int(bos_id is None))
+        row_of = _best_fit(sizes + (bos_id is not None), sequence_length + 1)
+        order = np.argsort(row_of, kind="stable")
+        self._starts, self._sizes = starts[order], sizes[order]
+        self.n_rows = int(row_of.max(initial=-1)) + 1
+        self._bounds = np.searchsorted(row_of[order], np.arange(self.n_rows + 1))
+        if self.n_rows < batch_size:
+            problem = f"{len(tokens)} tokens make {self.n_rows} packed rows of {sequence_length}, not {batch_size}"
+            raise UserError(problem, allowed=f"a batch of at most {self.n_rows} rows, shorter rows or more text")
+
+    def _rows(self, indices: list[int]) -> np.ndarray:
+        rows = np.zeros((len(indices), 2, self.sequence_length + 1), np.int32)
+        for (ids, segments), i in zip(rows, indices, strict=True):
+            end = 0
+            for number, piece in enumerate(range(self._bounds[i], self._bounds[i + 1]), 1):
+                first, begin, size = end, end + (self.bos_id is not None), self._sizes[piece]
+                end = begin + size
+                ids[first:begin] = self.bos_id or 0
+                ids[begin:end] = self.tokens[self._starts[piece] : self._starts[piece] + size]
+                segments[first:end] = number
+        return rows.reshape(len(indices), -1)
+
+
+def _pieces(tokens: np.ndarray, eos_id: int, length: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where the pieces of documents start, and their sizes; neighbours share a token if `shared` is 1."""
+    at_once = 2**26  # of what may be a memory map
+    parts = ((start, tokens[start : start + at_once]) for start in range(0, len(tokens), at_once))
+    ends = [start + 1 + np.flatnonzero(part == eos_id) for start, part in parts]
+    ends = np.unique(np.concatenate([*ends, [len(tokens)]]))
+    begins = np.concatenate([[0], ends[:-1]])
+    counts = -((begins - ends + shared) // length)  # none if there is no target, only the end of an empty document
+    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(begins, counts) + length * numbers
+    return starts, np.minimum(length + shared, np.repeat(ends, counts) - starts)
+
+
+def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Returns a row for each of the sizes: the fullest that has room for it, the largest size first."""
+    row_of, rows = np.zeros(len(sizes), np.int64), 0
+    rooms: list[int] = []  # what is left of the rows, sorted, each number once
+    with_room: dict[int, list[int]] = defaultdict(list)
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        at = bisect.bisect_left(rooms, sizes[i])
+        if at == len(rooms):
+            rooms.append(capacity)
+            with_room[capacity].append(rows)
+            rows += 1
+        room, left = rooms[at], int(rooms[at] - sizes[i])
+        row_of[i] = row = with_room[room].pop()
+        if not with_room[room]:
+            del rooms[at]
+        if not with_room[left]:
+            bisect.insort(rooms, left)
+        with_room[left].append(row)
+    return row_of
 
 
 def _repeated(part: preparation.Part, share: float) -> preparation.Part:

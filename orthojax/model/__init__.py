@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orthojax.model.transformer import flops_per_token as flops_per_token
     from orthojax.model.transformer import parameter_count as parameter_count
     from orthojax.model.transformer import parameter_shapes as parameter_shapes
+    from orthojax.model.transformer import segment_positions as segment_positions
 
 _LAZY = {
     "cache": ("KVCache", "init_cache"),
@@ -40,7 +41,7 @@ _LAZY = {
     "interventions": ("Interventions", "Observe", "Taps", "attention_pattern"),
     "layers": ("LinearFunction", "Norm", "linear", "plain_product"),
     "loaded": ("LoadedModel", "fold_embedding_projection", "mesh_of", "stack_layers", "unstack_layers"),
-    "transformer": ("Transformer", "flops_per_token", "parameter_count", "parameter_shapes"),
+    "transformer": ("Transformer", "flops_per_token", "parameter_count", "parameter_shapes", "segment_positions"),
 }
 
 

@@ -6,12 +6,13 @@ queries and keys, D d_model.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import ModelConfig
+from orthojax.config import ModelConfig, require
 from orthojax.model.cache import CachedLayer
 from orthojax.model.interventions import Interventions, force_weights, scale_first
 from orthojax.model.layers import Norm, Part
@@ -28,6 +29,14 @@ from orthojax.ops.rotary import (
 from orthojax.ops.statistics import at_least_float32
 
 
+class Rows(NamedTuple):
+    """What the tokens themselves say about which keys are visible, and where."""
+
+    prefix: jax.Array | None = None  # int [B]: the lengths of the rows' prefixes, if the mask has one
+    segment_ids: jax.Array | None = None  # int [B, T], of packed rows
+    positions: jax.Array | None = None  # int [B, T], within each segment of packed rows
+
+
 class Attention(Part):
     """Multi-head attention over the model's own mask."""
 
@@ -36,16 +45,14 @@ class Attention(Part):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, given: Interventions, cached: CachedLayer | None = None, prefix: jax.Array | None = None
+        self, x: jax.Array, given: Interventions, cached: CachedLayer | None, rows: Rows
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
-        """Maps [B, T, D] to [B, T, D], the taps that attention fills, and the keys and values that a cache keeps.
-
-        `prefix` [B] is the length of each row's prefix, if the mask has one.
-        """
+        """Maps [B, T, D] to [B, T, D], the taps that attention fills, and the keys and values that a cache keeps."""
         c = self.config
         B, T, _ = x.shape
         query, key, value = self.query_key_value(x)
-        new, query_positions, key_positions = (key, value), jnp.arange(T), jnp.arange(T)
+        new = key, value
+        query_positions = key_positions = jnp.arange(T) if rows.positions is None else rows.positions
         if cached is not None:
             key, value = cached.joined(key, value)
             query_positions, key_positions = cached.slots.query_positions, cached.slots.key_positions
@@ -60,9 +67,9 @@ class Attention(Part):
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
         span, cap, bias, shown = c.layer_window(self.layer), c.attention_soft_cap, given.attention_bias, None
-        visible = attention_mask(c, T, prefix, self.layer) if cached is None else cached.slots.within(span)
+        visible = attention_mask(c, T, rows, self.layer) if cached is None else cached.slots.within(span)
         normalizer = self._normalizer()
-        masked = c.relaxed_causal_tokens > 1 or cached is not None or prefix is not None
+        masked = c.relaxed_causal_tokens > 1 or cached is not None or rows.prefix is not None
         # A mask holds the window; kernels know a causal one with its window by themselves.
         window = None if span is None or masked else (span - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
@@ -72,6 +79,7 @@ class Attention(Part):
         if given.forced_share is None and (bias is None or cap is None):
             mask = visible if masked else None
             options = {"normalizer": normalizer, "scale": _scales(c, self.layer)[1], "implementation": implementation}
+            options["segment_ids"] = None if masked else rows.segment_ids
             options |= {"is_causal": not masked and c.attention_mask != "full", "local_window_size": window}
             heads = dot_product_attention(query, key, value, bias, mask, logits_soft_cap=cap, **options)
         else:
@@ -173,18 +181,19 @@ class LatentAttention(Attention):
         return Norm(self.config, name=f"{name}_norm")(self.dense(name, width, use_bias=self.config.has_qkv_bias)(x))
 
 
-def attention_mask(config: ModelConfig, length: int, prefix: jax.Array | None = None, layer: int = 0) -> jax.Array:
-    """Returns the mask [1, 1, T, T] of the keys that each query of a layer sees.
-
-    Given `prefix` [B], the lengths of the rows' prefixes, for a model with such a mask, it is [B, 1, T, T].
-    """
-    if config.attention_mask == "full":
-        return jnp.ones((1, 1, length, length), bool)
+def attention_mask(config: ModelConfig, length: int, rows: Rows, layer: int) -> jax.Array:
+    """Returns the mask [1, 1, T, T] of the keys that each query of a layer sees; [B, 1, T, T] if rows differ."""
     if config.attention_mask == "prefix":
-        assert prefix is not None
+        assert rows.prefix is not None
         t, s = jnp.arange(length)[:, None], jnp.arange(length)[None]
-        return (s <= t)[None, None] | (s[None, None] < prefix[:, None, None, None])
-    return relaxed_causal_mask(length, config.relaxed_causal_tokens, config.layer_window(layer))
+        return (s <= t)[None, None] | (s[None, None] < rows.prefix[:, None, None, None])
+    if config.attention_mask == "full":
+        visible = jnp.ones((1, 1, length, length), bool)
+    else:
+        positions = length if rows.positions is None else rows.positions
+        visible = relaxed_causal_mask(positions, config.relaxed_causal_tokens, config.layer_window(layer))
+    ids = rows.segment_ids
+    return visible if ids is None else visible & (ids[:, None, :, None] == ids[:, None, None, :])
 
 
 def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:
@@ -198,6 +207,9 @@ def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.A
     plain = rotary_frequencies(channels, theta)
     if rope is None or rope.scaling == "none":
         return plain
+    whole = positions.ndim == 1 or rope.scaling not in ("longrope", "dynamic")
+    by_length = f"segment_ids for a model with rope.scaling={rope.scaling!r}, whose frequencies depend on the length"
+    require(whole, by_length, "one sequence in a row")
     if rope.scaling == "linear":
         return plain / rope.factor
     if rope.scaling == "longrope":

@@ -13,8 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from orthojax.config import ModelConfig, Remat
-from orthojax.model.attention import Attention, LatentAttention
+from orthojax.config import ModelConfig, Remat, require
+from orthojax.model.attention import Attention, LatentAttention, Rows
 from orthojax.model.cache import CachedLayer, KVCache, Slots, plan, with_tokens
 from orthojax.model.interventions import Interventions, Observe, Taps, intervene, replace, split_layers
 from orthojax.model.layers import (
@@ -52,7 +52,7 @@ class Block(nn.Module):
         shared: Interventions,
         kept: tuple[jax.Array, jax.Array] | None,
         slots: Slots | None,
-        prefix: jax.Array | None,
+        rows: Rows,
     ) -> tuple[jax.Array, Any]:
         """Maps [B, T, D] to [B, T, D] and observe(Taps), or with a cache the keys and values of the T tokens."""
         c = self.config
@@ -66,7 +66,7 @@ class Block(nn.Module):
             attend = (Attention if c.latent is None else LatentAttention)(
                 c, self.linear, self.round_kv, self.layer, name="attention"
             )
-            attention_output, taps, new = attend(read, given, cached, prefix)
+            attention_output, taps, new = attend(read, given, cached, rows)
             attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
         else:
             taps = self._no_attention_taps(B, T)
@@ -174,6 +174,7 @@ class Transformer(nn.Module):
         observe: Observe | None = None,
         head: bool = True,
         cache: KVCache | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Computes next-token logits, and what `observe` returns for every layer, or the cache with these tokens in it.
 
@@ -185,6 +186,9 @@ class Transformer(nn.Module):
           cache: Cache of the tokens before these, from `init_cache`: logits are then those of the longer sequence,
             except that the first `relaxed_causal_tokens` must all be in the first call, since they see each other. A
             call that would need more slots than are left takes one token.
+          segment_ids: int [B, T], for rows of several sequences, one after the other: a token sees only those of its
+            segment, and positions begin anew in each, so that logits are those of separate rows. Interventions at
+            positions still count these in the whole row.
 
         Returns:
           Logits [B, T, V] float32, and the observations (None without `observe`), or the new cache if one is given.
@@ -192,13 +196,15 @@ class Transformer(nn.Module):
 
         Raises:
           ValueError: For sequences longer than `max_length` if positions are learned, interventions whose shapes do not
-            fit, a cache that does not fit (see `orthojax.model.cache.plan`), or a cache with `observe`.
+            fit, a cache that does not fit (see `orthojax.model.cache.plan`), a cache with `observe`, or segments of
+            another shape, with a cache, or for a model whose mask has prefixes or whose `rope` depends on the length.
         """
         c = self.config
         if cache is not None and observe is not None:
             raise ValueError("observations with a cache; allowed: one of them, measurements take whole sequences")
         if tokens.ndim != 2:
             raise ValueError(f"tokens of shape {tokens.shape}; allowed: [B, T]")
+        rows = self._rows(tokens, segment_ids, cache)
         slots = None if cache is None else plan(cache, c, tokens.shape, interventions)
         dtype = jnp.dtype(c.dtype)
         init = nn.initializers.normal(c.embedding_init_std)
@@ -213,11 +219,11 @@ class Transformer(nn.Module):
             if tokens.shape[1] > c.max_length:
                 raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
-            added = positions(jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions)[None]
+            at = jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions
+            added = positions(at[None] if rows.positions is None else rows.positions)
             x += (to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added).astype(x.dtype)
         x = x if c.residual_dtype == "float32" else x.astype(c.residual_dtype)
-        prefix = prefix_lengths(tokens, c) if c.attention_mask == "prefix" else None
-        x, observed = self._blocks(x, interventions, observe, cache, slots, prefix)
+        x, observed = self._blocks(x, interventions, observe, cache, slots, rows)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
         x = Norm(c, name="final_norm")(x).astype(dtype)
@@ -237,6 +243,17 @@ class Transformer(nn.Module):
             logits = logits.astype(jnp.float32)
         cap = c.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap), observed
+
+    def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> Rows:
+        has_prefix = self.config.attention_mask == "prefix"
+        if segment_ids is None:
+            return Rows(prefix=prefix_lengths(tokens, self.config) if has_prefix else None)
+        fits = segment_ids.shape == tokens.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer)
+        found = f"segment_ids are {segment_ids.dtype} of shape {segment_ids.shape}"
+        require(fits, found, f"integers of the shape of the tokens, {tokens.shape}")
+        require(not has_prefix, "segment_ids for a model with attention_mask='prefix'", "one sequence in a row")
+        require(cache is None, "segment_ids with a cache", "one sequence in a row")
+        return Rows(segment_ids=segment_ids, positions=segment_positions(segment_ids))
 
     def _projected(self, x: jax.Array, name: str) -> jax.Array:
         c, orthogonal = self.config, nn.initializers.orthogonal()
@@ -261,7 +278,7 @@ class Transformer(nn.Module):
         observe: Observe | None,
         cache: KVCache | None,
         slots: Slots | None,
-        prefix: jax.Array | None,
+        rows: Rows,
     ) -> tuple[jax.Array, Any]:
         c = self.config
         kept = None if cache is None else (cache.keys, cache.values)
@@ -283,12 +300,12 @@ class Transformer(nn.Module):
                 unroll=c.num_layers if unroll else 1,
             )
             scanned = block(c, self.linear, observe, 0, self.round_kv, name="layers")
-            return body(scanned, x, by_layer, shared, kept, slots, prefix)
+            return body(scanned, x, by_layer, shared, kept, slots, rows)
         observed = []
         for layer in range(c.num_layers):
             given, old = jax.tree.map(lambda leaf, layer=layer: leaf[layer], (by_layer, kept))
             of_layer = block(c, self.linear, observe, layer, self.round_kv, name=f"layers_{layer}")
-            x, seen = of_layer(x, given, shared, old, slots, prefix)
+            x, seen = of_layer(x, given, shared, old, slots, rows)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
 
@@ -300,6 +317,17 @@ def prefix_lengths(tokens: jax.Array, config: ModelConfig) -> jax.Array:
     [2, 1]
     """
     return jnp.argmax(tokens == config.vocab_size - 1, axis=1) + 1
+
+
+def segment_positions(segment_ids: jax.Array) -> jax.Array:
+    """Counts positions from the start of each segment of packed rows: int [B, T].
+
+    >>> segment_positions(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
+    [[0, 1, 0, 1, 2, 0]]
+    """
+    t = jnp.arange(segment_ids.shape[1])[None]
+    starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+    return t - jax.lax.cummax(jnp.where(starts, t, 0), axis=1)
 
 
 @functools.cache

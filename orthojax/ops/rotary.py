@@ -27,7 +27,7 @@ def rotary(
 
     Args:
       x: [..., T, heads, H]; queries or keys.
-      positions: [T], integers.
+      positions: [T], or [..., T] if rows differ, integers.
       theta: Base of the wavelengths: frequencies are those of `rotary_frequencies(H, theta)`.
       frequencies: [R/2], to use instead; the channels from R on stay as they are.
       scale: Factor on the rotated channels, as in YaRN.
@@ -38,16 +38,17 @@ def rotary(
     Reference:
       Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
     """
-    if x.ndim < 3 or positions.shape != x.shape[-3:-2]:
-        raise ValueError(f"x has shape {x.shape}, positions {positions.shape}; allowed: [..., T, heads, H] and [T]")
+    if x.ndim < 3 or positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
+        allowed = "[..., T, heads, H] and [T] or [..., T]"
+        raise ValueError(f"x has shape {x.shape}, positions {positions.shape}; allowed: {allowed}")
     dtype = wide_dtype(x)
     if frequencies is None:
         frequencies = rotary_frequencies(x.shape[-1], theta)
     frequencies = jnp.asarray(frequencies, dtype)
     if frequencies.ndim != 1 or 2 * frequencies.size > x.shape[-1]:
         raise ValueError(f"frequencies have shape {frequencies.shape}; allowed: [R/2] with R <= {x.shape[-1]}")
-    angles = (positions.astype(dtype)[:, None] * frequencies[None, :])[:, None, :]
-    angles = jnp.expand_dims(angles, tuple(range(x.ndim - 3)))
+    angles = positions.astype(dtype)[..., None, None] * jnp.expand_dims(frequencies, tuple(range(positions.ndim + 1)))
+    angles = jnp.expand_dims(angles, tuple(range(x.ndim - angles.ndim)))
     turned, rest = jnp.split(x, [2 * frequencies.size], axis=-1)
     first, second = jnp.split(turned.astype(dtype), 2, axis=-1)
     cos, sin = (a if scale == 1.0 else scale * a for a in (jnp.cos(angles), jnp.sin(angles)))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
-from orthojax.data.batches import Corruption
+from orthojax.data.batches import Corruption, PackedBatches
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.errors import UserError
 from orthojax.model import parameter_count
@@ -29,9 +29,9 @@ class Inputs(NamedTuple):
     """The data of a run."""
 
     # number -> int32 [batch_size, W], a pure function; for a task, what the training steps draw by themselves. Rows
-    # have the W = T + 1 or 2 T ids that `split_tokens` splits.
+    # have the W = T + 1 or 2 T ids that `split_tokens` splits, or 2 (T + 1) if they are packed (`PackedBatches`).
     batch: Callable[[int], np.ndarray]
-    evaluation: np.ndarray  # int32 [eval.sequences, W]
+    evaluation: np.ndarray  # int32 [eval.sequences, T + 1 or 2 T], never packed
     bits_per_nat_of_loss: float | None  # bits per byte of text for a nat per token; None if not all text is predicted
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
@@ -68,7 +68,8 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     _require_vocabulary(config, dataset.vocab_size if corrupt is None else corrupt.needed_ids)
     length = data.sequence_length if corrupt is None else corrupt.text_length - 1
     bos_id = dataset.bos_id if data.bos else None
-    batches = TokenBatches(dataset.train, length, train.batch_size, data.seed, bos_id)
+    cut = functools.partial(PackedBatches, eos_id=dataset.eos_id) if data.pack else TokenBatches
+    batches = cut(dataset.train, length, train.batch_size, data.seed, bos_id)
     validation = TokenBatches(dataset.validation, length, 1, 0, bos_id)
     if evaluation.sequences > validation.n_rows:
         raise UserError(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
-from orthojax.model import Interventions, Taps, Transformer, parameter_shapes
+from orthojax.model import Interventions, Taps, Transformer, parameter_shapes, segment_positions
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
 from orthojax.train.mesh import (
@@ -89,6 +89,7 @@ def loss_sum_nats(
     logits_dtype: DTypeLike | None = None,  # to which logits are rounded, except those of a quantised head
     penalty: float = 0.0,
     observe: Callable[[Taps], Any] | None = None,
+    packed: bool = False,  # tokens are then int [B, 2 (T + 1)], see `orthojax.data.PackedBatches`
 ) -> tuple[Any, ...]:
     """Computes the summed loss and the number of target tokens, of positions that count: see `split_tokens`.
 
@@ -96,14 +97,21 @@ def loss_sum_nats(
     positions. The third result, if there is one, is with `penalty`, a factor of the mean of `activation_penalty` over
     layers, their product times the number of target tokens, else what `observe` returns in each layer [L, ...].
     """
+    segment_ids = None
+    if packed:
+        tokens, segments = jnp.split(tokens, 2, axis=1)
+        segment_ids, next_ids = segments[:, :-1], segments[:, 1:]
     inputs, targets, counted = split_tokens(tokens, model.config)
+    if segment_ids is not None:  # the last token of a segment predicts nothing, nor does padding
+        counted = (segment_ids > 0) & (segment_ids == next_ids)
+        counted &= segment_positions(segment_ids) >= model.config.relaxed_causal_tokens - 1
     B, T = inputs.shape
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions, logits_dtype or jnp.float32)
     head = model.head_kernel(params)
     whole = head is None or (positions == T and logits_dtype is None)
     observe = (lambda taps: activation_penalty(taps.residual)) if penalty else observe
-    options: Any = {"interventions": interventions, "observe": observe, "head": whole}
+    options: Any = {"interventions": interventions, "observe": observe, "head": whole, "segment_ids": segment_ids}
     output, seen = cast(Any, model.apply({"params": params}, inputs, **options))
     if head is None or whole:
         total = jnp.sum(jnp.where(counted, cross_entropy_nats(output, targets), 0.0))
@@ -293,6 +301,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         accumulation_steps=train.accumulation_steps,
         logits_dtype=training_logits_dtype(config),
         penalty=train.activation_penalty,
+        packed=config.data.pack,
         drawn=None if task is None else (task, train.batch_size),
     )
 
@@ -308,6 +317,7 @@ def _build(
     accumulation_steps: int,
     logits_dtype: str | None,
     penalty: float,
+    packed: bool,
     drawn: tuple[BigramBackcopy, int] | None,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
@@ -329,7 +339,7 @@ def _build(
             return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
-        return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype, penalty=penalty)
+        return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype, penalty=penalty, packed=packed)
 
     def draw(seed_and_number: jax.Array) -> jax.Array:
         assert drawn is not None

@@ -11,6 +11,7 @@ H head width. The module of a vendor's kernel has
 from orthojax.ops.attention.dot_product import attention_fn as attention_fn
 from orthojax.ops.attention.dot_product import dot_product_attention as dot_product_attention
 from orthojax.ops.attention.inputs import ATTENTION_NAME as ATTENTION_NAME
+from orthojax.ops.attention.merging import merge as merge
 from orthojax.ops.attention.xla import attention_logits as attention_logits
 from orthojax.ops.attention.xla import attention_weights as attention_weights
 from orthojax.ops.attention.xla import relaxed_causal_mask as relaxed_causal_mask

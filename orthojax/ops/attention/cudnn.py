@@ -330,22 +330,23 @@ def unsupported(inputs: AttentionInputs) -> str:
 
 def _unsupported_masking(inputs: AttentionInputs) -> str:
     T, S = inputs.query.shape[1], inputs.key.shape[1]
-    has_bias = inputs.bias is not None or inputs.mask is not None
+    has_bias = not (inputs.bias is None and inputs.mask is None and inputs.segment_ids is None)
     has_lengths = inputs.query_seq_lengths is not None or inputs.key_value_seq_lengths is not None
     if has_bias and (T % 2 or S % 2):
-        return f"with a bias or a mask the numbers of queries and keys must be even, got {T} and {S}"
+        return f"with a bias, a mask or segments the numbers of queries and keys must be even, got {T} and {S}"
     if problem := unsupported_window(inputs.local_window_size):
         return problem
     if (window := known_window(inputs.local_window_size)) is not None:
         if window[1] and not inputs.is_causal:
             return f"a window must be (left, 0) or causal, got {window} without is_causal"
         if has_bias:
-            return "a window cannot be combined with a bias or a mask"
+            return "a window cannot be combined with a bias, a mask or segments"
         if T > S and not has_lengths:
             return f"a window needs at least as many keys as queries, got {S} and {T}"
     without_sink = not isinstance(inputs.normalizer, str | jax.Array | np.ndarray) and not inputs.normalizer
-    if without_sink and (inputs.mask is not None or inputs.key_value_seq_lengths is not None):
-        return "softmax_n with n = 0 cannot have a mask or key lengths: rows that see no key would not be zero"
+    hiding = (inputs.mask, inputs.key_value_seq_lengths, inputs.segment_ids)
+    if without_sink and any(array is not None for array in hiding):
+        return "softmax_n with n = 0 cannot have a mask, lengths or segments: rows that see no key would not be zero"
     return ""
 
 
@@ -395,8 +396,12 @@ def _sinks(inputs: AttentionInputs) -> jax.Array | None:
 
 
 def _bias(inputs: AttentionInputs) -> jax.Array | None:
-    """Joins bias and mask: [B or 1, N or 1, T, S] of the query's dtype, finite as the kernel expects it."""
-    if inputs.bias is None and inputs.mask is None:
+    """Joins bias, mask and segments: [B or 1, N or 1, T, S] of the query's dtype, finite as the kernel expects it."""
+    mask = inputs.mask
+    if inputs.segment_ids is not None:  # the kernel's own form of packing, lengths, needs a number of segments
+        same = xla.same_segment(*inputs.segment_ids)
+        mask = same if mask is None else mask & same
+    if inputs.bias is None and mask is None:
         return None
     dtype = inputs.query.dtype
     # Far below any logit, and far enough from the dtype's lowest number that a logit may be added to it.
@@ -404,8 +409,8 @@ def _bias(inputs: AttentionInputs) -> jax.Array | None:
     hidden, bias = jnp.asarray(lowest, dtype), jnp.zeros((1, 1, 1, 1), dtype)
     if inputs.bias is not None:
         bias = jnp.clip(inputs.bias.astype(jnp.float32), lowest, -lowest).astype(dtype)
-    if inputs.mask is not None:
-        bias = jnp.where(inputs.mask, bias, hidden)
+    if mask is not None:
+        bias = jnp.where(mask, bias, hidden)
     return jnp.broadcast_to(bias, (*bias.shape[:2], inputs.query.shape[1], inputs.key.shape[1]))
 
 

@@ -32,6 +32,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     local_window_size: int | jax.Array | Window | None = None,
     logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
@@ -53,6 +54,8 @@ def dot_product_attention(
       is_causal: Query t sees keys 0..t.
       query_seq_lengths: int32 [B]; the output of queries from this position on is zero.
       key_value_seq_lengths: int32 [B]; keys from this position on are hidden; they must be finite all the same.
+      segment_ids: int [B, T], for packed sequences: a query sees only keys of its own segment; or a pair, for queries
+        [B, T] and for keys [B, S]. Normalizers that divide by the number of visible keys count those of the segment.
       local_window_size: (left, right), query t sees keys t - left .. t + right; an int means both sides. They may be
         negative, and traced integers, such as the window of each layer in a scan over layers.
       logits_soft_cap: c, for cap(x) = c tanh(x / c), as in Gemma 2; None caps nothing. The cap comes after the bias and
@@ -80,7 +83,7 @@ def dot_product_attention(
     """
     options: Any = {"normalizer": normalizer, "scale": scale, "is_causal": is_causal}
     options |= {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    options |= {"local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap}
+    options |= {"segment_ids": segment_ids, "local_window_size": local_window_size, "logits_soft_cap": logits_soft_cap}
     inputs = prepare_inputs(query, key, value, bias, mask, **options)
     attend = _choose(inputs, implementation)
     shape = (*jnp.shape(query)[:-1], inputs.value.shape[-1])

@@ -36,6 +36,7 @@ class AttentionInputs:
     is_causal: bool = False
     query_seq_lengths: jax.Array | None = None  # int [B]
     key_value_seq_lengths: jax.Array | None = None  # int [B]
+    segment_ids: tuple[jax.Array, jax.Array] | None = None  # int [B, T] and [B, S]
     local_window_size: Window | None = None
     logits_soft_cap: float | None = None
 
@@ -71,6 +72,7 @@ def prepare_inputs(
     check_normalizer(normalizer, query.shape[2])
     options |= {"scale": scale, "logits_soft_cap": None if cap is None else float(cap), **lengths}
     options["local_window_size"] = None if window is None else window_sides(window)
+    options["segment_ids"] = _checked_segments(options.get("segment_ids"), query.shape[:2], key.shape[:2])
     return AttentionInputs(query, key, value, bias, mask, normalizer, **options)
 
 
@@ -97,6 +99,11 @@ def _check_queries_and_keys(query: jax.Array, key: jax.Array, value: jax.Array) 
         raise ValueError(f"query {query.shape} and key {key.shape} differ in batch or head width")
     if K == 0 or N % K:
         raise ValueError(f"the number of query heads ({N}) must be a multiple of the key-value heads ({K})")
+    for name, array in {"key": key, "value": value}.items():
+        spec = (*jax.typeof(array).sharding.spec, None, None, None, None)[:4]  # without axes that are not Explicit
+        if spec[1] or (name == "key" and spec[3]):
+            allowed = "batch and heads, and the sequence of queries; gather the rest by jax.sharding.reshard"
+            raise ValueError(f"{name} is sharded along its sequence or width, {spec}; allowed: {allowed}")
 
 
 def _check_masking(shape: tuple[int, ...], arrays: dict[str, Any], lengths: dict[str, Any]) -> None:
@@ -111,6 +118,19 @@ def _check_masking(shape: tuple[int, ...], arrays: dict[str, Any], lengths: dict
     for name, array in lengths.items():
         if array is not None and (array.shape != (B,) or not jnp.issubdtype(array.dtype, jnp.integer)):
             raise ValueError(f"{name} must be integers of shape {(B,)}, got {array.dtype} of shape {array.shape}")
+
+
+def _checked_segments(ids: Any, queries: tuple[int, ...], keys: tuple[int, ...]) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the ids of queries and of keys, one array for both if one is given."""
+    if ids is None:
+        return None
+    arrays = [real_array(array, "segment_ids") for array in (ids if isinstance(ids, tuple | list) else [ids])]
+    arrays = [array[None] if array.ndim == 1 else array for array in arrays]
+    is_integer = all(jnp.issubdtype(array.dtype, jnp.integer) for array in arrays)
+    if not 1 <= len(arrays) <= 2 or not is_integer or (arrays[0].shape, arrays[-1].shape) != (queries, keys):
+        found = " and ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
+        raise ValueError(f"segment_ids must be integers of shape {queries}, and {keys} for the keys; got {found}")
+    return arrays[0], arrays[-1]
 
 
 def window_sides(size: Any) -> Window:

@@ -46,7 +46,7 @@ def unsupported(inputs: AttentionInputs) -> str:
     if inputs.bias is not None:
         return "the kernel adds no bias; allowed: bias=None"
     if inputs.mask is not None:
-        return "the kernel takes no mask array; allowed: is_causal, local_window_size and sequence lengths"
+        return "the kernel takes no mask array; allowed: is_causal, local_window_size, segment_ids and sequence lengths"
     if sink_logit(inputs.normalizer) is None:
         return f"normalizer {inputs.normalizer!r} has no kernel; allowed: 'softmax1', 'softmax', a number, an array"
     if len(dtypes) > 1 or dtypes[0] not in _DTYPES:
@@ -118,16 +118,19 @@ def _kernel_layout(array: jax.Array) -> jax.Array:
 
 
 def _segments(inputs: AttentionInputs) -> "kernels.SegmentIds | None":
-    """Marks padding, int32 [B, T] and [B, S]: 0 is the sequence; padded queries are alone in 1, padded keys in 2."""
+    """Returns segment ids, int32 [B, T] and [B, S]; padded queries are alone in one segment, padded keys in another."""
     B, T, S = *inputs.query.shape[:2], inputs.key.shape[1]
     queries, keys = inputs.query_seq_lengths, inputs.key_value_seq_lengths
     reaches_padding = S % _LENGTH_MULTIPLE and not (inputs.is_causal and T <= S)
-    if queries is None and keys is None and not reaches_padding:
+    if queries is None and keys is None and inputs.segment_ids is None and not reaches_padding:
         return None
     ends = (jnp.full(B, T) if queries is None else queries, jnp.full(B, S) if keys is None else keys)
     lengths = (length + -length % _LENGTH_MULTIPLE for length in (T, S))
     padded = [jnp.arange(length)[None] >= end[:, None] for length, end in zip(lengths, ends, strict=True)]
-    return kernels.SegmentIds(*(jnp.where(p, i, 0).astype(jnp.int32) for i, p in enumerate(padded, 1)))
+    ids = inputs.segment_ids or (jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32))
+    ids = [jnp.pad(i.astype(jnp.int32), ((0, 0), (0, -i.shape[1] % _LENGTH_MULTIPLE))) for i in ids]
+    unused = jnp.iinfo(jnp.int32).min  # as an id, like the one after it
+    return kernels.SegmentIds(*(jnp.where(p, unused + i, ids[i]) for i, p in enumerate(padded)))
 
 
 def _on_shards(kernel, query, key, value, segments, sinks) -> jax.Array:

@@ -39,6 +39,7 @@ def visible_keys(
     is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
     local_window_size: int | jax.Array | Window | None = None,
     query_start: int | jax.Array = 0,
     key_start: int | jax.Array = 0,
@@ -62,7 +63,14 @@ def visible_keys(
         parts.append((t[None] < query_seq_lengths.reshape(batch, 1, 1))[:, None])
     if key_value_seq_lengths is not None:
         parts.append((s[None] < key_value_seq_lengths.reshape(batch, 1, 1))[:, None])
+    if segment_ids is not None:
+        parts.append(same_segment(*segment_ids))
     return functools.reduce(operator.and_, parts) if parts else None
+
+
+def same_segment(query_ids: jax.Array, key_ids: jax.Array) -> jax.Array:
+    """Marks the keys [B, S] of the same segment as each query [B, T]: bool [B, 1, T, S]."""
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
 
 
 def relaxed_causal_mask(
@@ -71,15 +79,18 @@ def relaxed_causal_mask(
     """Makes the causal mask with the first `relaxed` tokens seeing each other (From Attention to Activation, 3.2).
 
     Args:
-      queries: T, or the positions [T] of a part of a sequence.
+      queries: T, or the positions [T] of a part of a sequence, or [B, T] of parts of several.
       relaxed: k; 0 or 1 is the causal mask.
       window: Query t sees no key before t - window + 1; None hides none.
-      keys: Positions [S] of keys, for a boolean [1, 1, T, S]; those of the queries if None.
+      keys: Positions [S] or [B, S] of keys, those of the queries if None.
+
+    Returns a boolean mask [1, 1, T, S] or [B, 1, T, S].
     """
     queries = queries if isinstance(queries, jax.Array) else jnp.arange(queries)
-    t, s = queries[:, None], (queries if keys is None else keys)[None, :]
+    t, s = queries[..., :, None], (queries if keys is None else keys)[..., None, :]
     visible = (s <= t) | ((t < relaxed) & (s < relaxed))
-    return (visible if window is None else visible & (t - s < window))[None, None]
+    visible = visible if window is None else visible & (t - s < window)
+    return visible[None, None] if visible.ndim == 2 else visible[:, None]
 
 
 def attention_logits(
@@ -145,7 +156,7 @@ def attend(inputs: AttentionInputs) -> jax.Array:
 def all_weights(inputs: AttentionInputs, query_start: int | jax.Array = 0, key_start: int | jax.Array = 0) -> jax.Array:
     """Computes the weights of all queries, [B, N, T, S] in at least float32; the starts are as for `visible_keys`."""
     (B, T), S, given = inputs.query.shape[:2], inputs.key.shape[1], vars(inputs)
-    hiding = ("mask", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
+    hiding = ("mask", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "segment_ids", "local_window_size")
     starts: Any = {"query_start": query_start, "key_start": key_start}
     visible = visible_keys(B, T, S, **starts | {name: given[name] for name in hiding})
     options = {name: given[name] for name in ("bias", "normalizer", "scale", "logits_soft_cap")}
@@ -174,6 +185,8 @@ def attend_chunked(inputs: AttentionInputs) -> jax.Array:
         array = getattr(inputs, name)
         if isinstance(array, jax.Array) and array.shape[2] > 1:  # sliced as given: never broadcast to [B, N, T, S]
             queries[name] = _split(array, size, chunks, 2)
+    if inputs.segment_ids is not None:
+        queries["segments"] = _split(inputs.segment_ids[0], size, chunks, 1)
     outputs = []
     for run in _runs(inputs, size, chunks):
         part = {name: array[run.first : run.last] for name, array in queries.items()}
@@ -214,7 +227,9 @@ def _runs(inputs: AttentionInputs, size: int, chunks: int) -> list[_Run]:
     if isinstance(inputs.normalizer, str) and inputs.normalizer == "softmax":
         # It spreads a row that sees nothing over all keys, so no key may be left out if there may be such a row.
         left, right = window or ((T, 0) if inputs.local_window_size is None else (-1, -1))
-        if inputs.mask is not None or inputs.key_value_seq_lengths is not None or T - left > S or min(left, right) < 0:
+        others = inputs.segment_ids is not None and inputs.segment_ids[0] is not inputs.segment_ids[1]
+        hides = others or inputs.mask is not None or inputs.key_value_seq_lengths is not None
+        if hides or T - left > S or min(left, right) < 0:
             return everything
     if window is not None:
         left, right = window
@@ -260,6 +275,8 @@ def _attend_run(inputs: AttentionInputs, run: _Run, queries: dict[str, jax.Array
             array = chunk.get(name, shared[name])
             part[name] = _keys(array, first, run.keys, 3) if isinstance(array, jax.Array) else array
         part |= {"query": chunk["query"], "normalizer": shared["normalizer"]}
+        if inputs.segment_ids is not None:
+            part["segment_ids"] = chunk["segments"], _keys(inputs.segment_ids[1], first, run.keys, 1)
         weights = all_weights(dataclasses.replace(inputs, **part), chunk["start"], first)
         return weighted_values(weights, part["value"])
 
