@@ -425,7 +425,7 @@ def test_reading_holds_one_tensor_beside_the_model():
             tensors[name] = partial(read, leaf.shape[1:])
     outside = {"token_embedding.embedding": (11, 16), "final_norm.scale": (16,), "head.kernel": (16, 11)}
     tensors |= {name: partial(np.ones, shape, np.float32) for name, shape in outside.items()}
-    params = assemble_params(config, own_rows(config), tensors, "memory")
+    params = assemble_params(config, own_rows(config, is_old=True), tensors, "memory")
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(alive) == 9 * config.num_layers
     assert most <= 2  # the one before may still be on its way to the device

@@ -43,7 +43,7 @@ def as_family(config: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
     def leaf(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         if path[-1].key == "sink" and n:
             return jnp.full(like.shape, math.log(n))
-        found = functools.reduce(lambda node, key: node[key.key], path, folded)
+        found: Any = functools.reduce(lambda node, key: node[key.key], path, folded)
         return found if found.shape == like.shape else jnp.broadcast_to(found[..., None], like.shape)
 
     return plain, jax.tree_util.tree_map_with_path(leaf, parameter_shapes(plain))
