@@ -32,9 +32,10 @@ tags: [orthojax]
 {about}
 
 ```python
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 ```
 
 `orthojax.load("{name}")` reads it as well. {tokenizer}
@@ -128,7 +129,7 @@ def _tokenizer(loaded: Any) -> str:
             f"Its tokenizer.json ({loaded.tokenizer.spec}) is of a kind that orthojax reads and transformers does not."
         )
     begins = "begin" if loaded.config.data.bos else "do not begin"
-    return f"`AutoTokenizer` reads its tokenizer. Its texts {begins} with the BOS token, id {loaded.tokenizer.bos_id}."
+    return f"Its texts {begins} with the BOS token, id {loaded.tokenizer.bos_id}."
 
 
 def _numbers(loaded: Any) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import ModelConfig, from_dict, require
-from orthojax.data.tokenizers import HuggingFaceTokenizer
+from orthojax.data.tokenizers import HuggingFaceTokenizer, begins_with_bos, bos_first
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
@@ -347,7 +347,7 @@ def write_folder(
       config: Config of the model.
       params: Its parameters, float32 or bfloat16.
       tokenizer: `LoadedModel.tokenizer`, which is written as tokenizer.json.
-      bos: Whether texts begin with the BOS token, for tokenizer_config.json.
+      bos: Whether texts begin with the BOS token: transformers then puts it before each.
       code: Write the model with the code even if a family expresses it.
       on_tensor: Called with the name of each tensor before it is written.
 
@@ -379,6 +379,8 @@ def write_folder(
     if isinstance(tokenizer, HuggingFaceTokenizer):  # no other kind is one of transformers
         words = {f"{name}_token": tokenizer.backend.id_to_token(content[f"{name}_token_id"]) for name in ("bos", "eos")}
         words |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos}
+        if bos and not begins_with_bos(folder):
+            bos_first(tokenizer).save(folder / "tokenizer.json")
         write_text(folder / "tokenizer_config.json", json.dumps(words, indent=2) + "\n")
     if "auto_map" in content:
         write_text(folder / CODE.name, CODE.read_text(encoding="utf-8"))
