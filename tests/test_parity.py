@@ -277,7 +277,8 @@ OWN = model_oracle.CONFIGS | test_generation.CONFIGS | {
     "cured": gpt2("tiny", **SMALLEST, normalizer="softmax1", norm="rmsnorm_single", use_bias=False),
     "yarn, biases, windows": ModelConfig(
         **SMALLEST | {"num_layers": 3}, position="rotary", use_bias="qkv", attention_window=(None, 3, 2),
-        norm="rmsnorm", rotary_layers=(True, False, True), rope=RopeConfig(scaling="yarn", factor=4.0, original_length=8, mscale=0.7)),
+        norm="rmsnorm", rotary_layers=(True, False, True), rope=RopeConfig(
+            scaling="yarn", factor=4.0, original_length=8, mscale=0.7)),
 }  # fmt: skip
 
 
