@@ -26,7 +26,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from orthojax.config import ModelConfig, RopeConfig
 from orthojax.data.chat import chat_template, render_chat
-from orthojax.data.tokenizers import load_tokenizer
+from orthojax.data.tokenizers import from_json, load_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, gpt2
 from orthojax.pretrained import FAMILIES, begins_with_bos, computed_as, read_folder, read_folder_config, write_folder
@@ -338,6 +338,19 @@ def test_text_of_a_model_with_its_code_does_not_depend_on_padding_and_beams(tmp_
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     assert model.layers[0].attention.query.weight.grad.abs().max() > 0
+
+
+def test_the_lines_of_the_guide_write_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    backend = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "The": 2} | {str(i): i for i in range(3, 11)}))
+    backend.pre_tokenizer = Whitespace()
+    config, tokenizer = OWN["cured"], from_json(backend.to_str(), "words", "a test")
+    write_folder("exported", config, stacked_params(config), tokenizer, bos=True)
+    guide = (Path(__file__).parents[1] / "docs/checkpoints.md").read_text()
+    (lines,) = re.findall(r"```python\n(from transformers.*?)```", guide, re.DOTALL)
+    exec(lines, scope := {})
+    assert scope["text"].startswith("<s> The")
+    assert len(scope["text"].split()) == 10
 
 
 CURED = {"normalizer": "softmax1", "norm": "rmsnorm_single"}

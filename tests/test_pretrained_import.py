@@ -546,7 +546,7 @@ def test_the_export_of_the_guide(tmp_path, monkeypatch):
     monkeypatch.setattr(orthojax, "load", lambda path: loaded)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(re.findall("```python\n(.*?)```", code, re.S)[0], names)
+    exec(re.findall("```python\n(.*?)```", code, re.S)[-1], names)
     assert names["model_type"] == "llama"
     given = json.loads((tmp_path / "exported/config.json").read_text())
     assert given["bos_token_id"] is given["eos_token_id"] is None
