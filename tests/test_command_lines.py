@@ -383,7 +383,7 @@ def test_run_leaves_for_transformers(home):
     assert done.returncode == 0, done.stderr
     done = run("export", "--model=run", "--to=out/mine", cwd=home)
     assert done.returncode == 0, done.stderr
-    assert "out/mine, with modeling_orthojax.py" in done.stdout
+    assert "out/mine, with its modeling_orthojax.py" in done.stdout
     assert "transformers does not" in done.stdout  # read a tokenizer of bytes
     files = {"README.md", "config.json", "model.safetensors", "modeling_orthojax.py", "tokenizer.json"}
     assert {path.name for path in (home / "out/mine").iterdir()} == files

@@ -32,13 +32,12 @@ tags: [orthojax]
 {about}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
-model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+{lines}
 ```
 
-`orthojax.load("{name}")` reads it as well. {tokenizer}
+`orthojax.load("{name}")` reads it as well. {words}
 
 ## Measured
 
@@ -82,35 +81,40 @@ def main(_: list[str]) -> None:
     if not FLAGS.code:
         config, params = as_family(config, params)
     if (FLAGS.code or family_of(config) is None) and (field := field_without_code(config)):
-        problem = f"no family of transformers holds this model, and modeling_orthojax.py has no {field}"
+        problem = f"modeling_orthojax.py has no {field}" + (
+            "" if FLAGS.code else ", and no family of transformers either"
+        )
         hint = "orthojax.pretrained.write_folder writes it all the same, for orthojax.load"
         raise UserError(problem, allowed="a model without it", hint=hint)
     options = {"bos": loaded.config.data.bos, "code": FLAGS.code}
     with tqdm(unit=" tensors") as bar:
         kind = write_folder(folder, config, params, loaded.tokenizer, **options, on_tensor=lambda _: bar.update())
     write_text(folder / "README.md", _card(loaded, folder, kind))
-    with_code = kind == "orthojax"
-    print(printable(f"written: {folder}, {'with modeling_orthojax.py' if with_code else f'a {kind} of transformers'}"))
-    print(printable(_tokenizer(loaded)))
+    print(printable(f"written: {folder}, {_form(kind)}"))
+    print(printable(_words(loaded)))
+
+
+def _form(kind: str) -> str:
+    """Says as what a model was written."""
+    from orthojax.pretrained import FAMILIES
+
+    return f"{FAMILIES[kind].architecture} of transformers" if kind in FAMILIES else "with its modeling_orthojax.py"
 
 
 def _card(loaded: Any, folder: Path, kind: str) -> str:
     """Returns the README.md of an exported model."""
     from orthojax.model import parameter_count
-    from orthojax.pretrained import FAMILIES
 
-    c = loaded.config.model
+    c, name = loaded.config.model, folder.absolute().name
     about = f"{parameter_count(c):,} parameters: {c.num_layers} layers of width {c.d_model} with {c.num_heads} heads; "
-    about += f"normalizer {c.normalizer}, norm {c.norm}, position {c.position}. "
-    if kind in FAMILIES:
-        about += f"Written as `{FAMILIES[kind].architecture}` of transformers, which gives equal logits."
-    else:
-        about += "No family of transformers computes it, so its code is beside it: modeling_orthojax.py."
+    about += f"normalizer {c.normalizer}, norm {c.norm}, position {c.position}; {_form(kind)}."
+    classes = {"model": "AutoModelForCausalLM"} | ({"tokenizer": "AutoTokenizer"} if _is_read(loaded.tokenizer) else {})
+    options = f'"{name}", trust_remote_code=True' if kind == "orthojax" else f'"{name}"'
     return _CARD.format(
-        name=folder.absolute().name,
+        name=name,
         about=about,
-        trust="" if kind in FAMILIES else ", trust_remote_code=True",
-        tokenizer=_tokenizer(loaded),
+        lines="\n".join(f"{word} = transformers.{of}.from_pretrained({options})" for word, of in classes.items()),
+        words=_words(loaded),
         numbers=_numbers(loaded),
         version=__version__,
         command=" ".join(["orthojax export", *sys.argv[1:]]),
@@ -118,30 +122,31 @@ def _card(loaded: Any, folder: Path, kind: str) -> str:
     )
 
 
-def _tokenizer(loaded: Any) -> str:
-    """Says what came with the model to turn text into token ids."""
+def _is_read(tokenizer: Any) -> bool:
+    """Returns whether transformers reads a tokenizer's file."""
     from orthojax.data.tokenizers import HuggingFaceTokenizer
 
-    if loaded.tokenizer is None:
-        return "It has no tokenizer: that of the model is not known, so it takes token ids."
-    if not isinstance(loaded.tokenizer, HuggingFaceTokenizer):
-        return (
-            f"Its tokenizer.json ({loaded.tokenizer.spec}) is of a kind that orthojax reads and transformers does not."
-        )
-    begins = "begin" if loaded.config.data.bos else "do not begin"
-    return f"Its texts {begins} with the BOS token, id {loaded.tokenizer.bos_id}."
+    return isinstance(tokenizer, HuggingFaceTokenizer)
+
+
+def _words(loaded: Any) -> str:
+    """Says what turns text into token ids."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        return "There is no tokenizer, since that of the model is not known: it takes token ids."
+    if not _is_read(tokenizer):
+        return f"Its tokenizer.json ({tokenizer.spec}) is of a kind that orthojax reads and transformers does not."
+    return (
+        f"Its texts {'begin' if loaded.config.data.bos else 'do not begin'} with the BOS token, id {tokenizer.bos_id}."
+    )
 
 
 def _numbers(loaded: Any) -> str:
-    """Returns the numbers of the run's evaluation.json as a block, or which command makes them."""
-    path, found = home_of(loaded.source) / "evaluation.json", None
+    """Returns the numbers of the run's evaluation.json as a block, or what makes them."""
+    path = home_of(loaded.source) / "evaluation.json"
     if not is_pretrained(loaded.source) and path.is_file():
         found = read_with_digest(path, "evaluation")
-        if Path(found["checkpoint"]).name != loaded.source.name:
-            print(printable(f"{path} is left out: it is of {found['checkpoint']}"), file=sys.stderr)
-            found = None
-    if found is None:
-        return (
-            "Nothing: `orthojax evaluate` writes evaluation.json beside the checkpoints of a run, for the next export."
-        )
-    return "\n".join(["```", *overview(found["metrics"], loaded.config), "```"])
+        if Path(found["checkpoint"]).name == loaded.source.name:
+            return "\n".join(["```", *overview(found["metrics"], loaded.config), "```"])
+        print(printable(f"{path} is left out: it is of {found['checkpoint']}"), file=sys.stderr)
+    return "Nothing yet: `orthojax evaluate` before `orthojax export` puts its numbers here."

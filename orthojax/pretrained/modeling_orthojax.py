@@ -39,9 +39,8 @@ class OrthojaxConfig(PretrainedConfig):
 
     def __init__(self, model=None, scales=None, **kwargs):
         self.model, self.scales, c = model or {}, scales or {}, model or {}
-        self.vocab_size, self.hidden_size, self.max_position_embeddings = map(
-            c.get, ("vocab_size", "d_model", "max_length")
-        )
+        self.vocab_size, self.hidden_size = c.get("vocab_size"), c.get("d_model")
+        self.max_position_embeddings = c.get("max_length")
         self.num_hidden_layers, self.num_attention_heads = c.get("num_layers"), c.get("num_heads")
         super().__init__(**kwargs)
         self.tie_word_embeddings = c.get("tie_embeddings", False)
@@ -232,13 +231,11 @@ class OrthojaxForCausalLM(PreTrainedModel, GenerationMixin):
         logits = F.linear(x[:, last], (self.head or self.token_embedding).weight)
         logits = c["final_soft_cap"] * torch.tanh(logits / c["final_soft_cap"]) if c["final_soft_cap"] else logits
         loss = None if labels is None else self.loss_function(logits, labels, c["vocab_size"], **kwargs)
-        wanted = (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
-                  self.config.output_attentions if output_attentions is None else output_attentions)  # fmt: skip
-        seen = {
-            "hidden_states": (*states, x) if wanted[0] else None,
-            "attentions": tuple(attentions) if wanted[1] else None,
-        }
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **seen, **{CACHE: cache})
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        wants_weights = self.config.output_attentions if output_attentions is None else output_attentions
+        seen = {CACHE: cache, "hidden_states": (*states, x) if wants_states else None}
+        seen["attentions"] = tuple(attentions) if wants_weights else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **seen)
 
     def visible(self, keys, mask, T, window):
         """Returns the mask [B, 1, T, S] of the keys that each query sees; the first tokens may see each other."""
