@@ -516,13 +516,14 @@ def test_a_family_holds_a_cured_llama_in_other_words(scanned):
 
 def test_texts_begin_with_bos_for_transformers_too(tmp_path):
     backend = hf.Tokenizer(hf.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
-    tokenizer = from_json(backend.to_str(), "words", "a test")
+    tokenizer = dataclasses.replace(from_json(backend.to_str(), "words", "a test"), stop_ids=(2,))
     for bos in (False, True):
         write_folder(tmp_path / str(bos), LLAMA, stacked_params(LLAMA), tokenizer, bos=bos)
         loaded = orthojax.load(tmp_path / str(bos))
         ids = hf.Tokenizer.from_file(str(tmp_path / f"{bos}/tokenizer.json")).encode("a").ids
         assert (loaded.config.data.bos, ids) == (bos, [0] * bos + [2])
         assert loaded.tokenizer.encode_batch(["a"])[0].tolist() == [2]
+        assert loaded.tokenizer.ends == {1, 2}
         words = json.loads((tmp_path / f"{bos}/tokenizer_config.json").read_text())
         assert (words["bos_token"], words["eos_token"]) == ("<s>", "</s>")
 

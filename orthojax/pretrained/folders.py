@@ -373,11 +373,14 @@ def write_folder(
     else:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
     # None without a tokenizer: the family's defaults may not be in the vocabulary.
-    content |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
+    content |= {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None:
+        ends = [tokenizer.eos_id, *sorted(tokenizer.ends - {tokenizer.eos_id})]
+        content |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         tokenizer.save(folder / "tokenizer.json")
     if isinstance(tokenizer, HuggingFaceTokenizer):  # no other kind is one of transformers
-        words = {f"{name}_token": tokenizer.backend.id_to_token(content[f"{name}_token_id"]) for name in ("bos", "eos")}
+        named = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        words = {name: tokenizer.backend.id_to_token(token) for name, token in named.items()}
         words |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos}
         if bos and not begins_with_bos(folder):
             bos_first(tokenizer).save(folder / "tokenizer.json")
