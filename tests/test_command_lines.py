@@ -8,6 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
+import model_oracle
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from small_runs import CONFIG as SMALL
@@ -20,7 +23,7 @@ from orthojax.model.generation import generate
 from orthojax.pretrained import write_folder
 from orthojax.train import find_checkpoint
 
-SCRIPTS = ("train", "evaluate", "analyze", "generate", "inspect_checkpoint", "prepare_data", "reproduce")
+SCRIPTS = ("train", "evaluate", "analyze", "generate", "export", "inspect_checkpoint", "prepare_data", "reproduce")
 CONFIG = replace(
     SMALL,
     TEXT
@@ -105,6 +108,8 @@ REFUSED = {
     "flag without a value": ("train", ["--workdir"], ["--workdir", "allowed: ", "--FLAG=VALUE"]),
     "rows in letters": ("analyze", ["--rows=abc"], ["--rows=abc is not valid", "allowed: a non-negative integer"]),
     "maybe": ("analyze", ["--quick=maybe"], ["--quick=maybe", "allowed: ", "true or false"]),
+    "export to nowhere": ("export", ["--model=run"], ["--to is missing", "--to=DIR"]),
+    "export into a file": ("export", ["--model=run", "--to=small.json"], ["small.json is a file"]),
     "positional argument": ("train", ["configs/x.py"], ["'configs/x.py'"]),
     "override without dashes": ("train", ["learning_rate=3"], ["did you mean --config.optim.learning_rate=...?"]),
     "field without its group": ("train", ["--steps", "20"], ["did you mean --config.train.steps=...?"]),
@@ -371,6 +376,39 @@ def test_run_is_evaluated(home):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     validation = {line["step"]: line["validation_loss_nats"] for line in lines if "validation_loss_nats" in line}
     assert result["metrics"]["loss_nats"] == pytest.approx(validation[3], rel=1e-5)
+
+
+def test_run_leaves_for_transformers(home):
+    done = run("evaluate", "--checkpoint=run", "--cache_dir=cache", "--settings=none", cwd=home)
+    assert done.returncode == 0, done.stderr
+    done = run("export", "--model=run", "--to=out/mine", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "out/mine, with its modeling_orthojax.py" in done.stdout
+    assert "transformers does not" in done.stdout  # read a tokenizer of bytes
+    files = {"README.md", "config.json", "model.safetensors", "modeling_orthojax.py", "tokenizer.json"}
+    assert {path.name for path in (home / "out/mine").iterdir()} == files
+    card = (home / "out/mine/README.md").read_text()
+    metrics = json.loads((home / "run/evaluation.json").read_text())["metrics"]
+    for word in (
+        "export --model=run --to=out/mine",
+        f"{metrics['perplexity']:.3g}",
+        "kurtosis_first",
+        "trust_remote_code=True",
+    ):
+        assert word in card, word
+    ours, same = (orthojax.load(home / name) for name in ("run", "out/mine"))
+    assert same.config.model == ours.config.model
+    jax.tree.map(np.testing.assert_array_equal, ours.params, same.params)
+    assert "out/mine is not empty" in complaint(run("export", "--model=run", "--to=out/mine", cwd=home))
+    done = run("export", "--model=run/checkpoints/3", "--to=three", cwd=home)
+    assert "evaluation.json is left out" in done.stderr
+    assert "kurtosis_first" not in (home / "three/README.md").read_text()
+
+
+def test_model_that_cannot_leave_is_named(home):
+    config = model_oracle.CONFIGS["latent attention and experts"]
+    write_folder(home / "latent", config, model_oracle.stacked_params(config))
+    assert "model.latent=" in complaint(run("export", "--model=latent", "--to=out", cwd=home))
 
 
 STOPPED = """

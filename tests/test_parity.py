@@ -5,6 +5,7 @@ Needs the extra `parity` and is left out of the README's test command:
     pip install -e .[parity] && python -m pytest -m parity
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -12,18 +13,24 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import model_oracle
 import numpy as np
 import pytest
+import test_generation
+from model_oracle import LLAMA2, stacked_params
+from model_oracle import SMALL as SMALLEST
 from test_gguf_files import IDS, tokenizer_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from orthojax.config import ModelConfig, RopeConfig
 from orthojax.data.chat import chat_template, render_chat
-from orthojax.data.tokenizers import load_tokenizer
+from orthojax.data.tokenizers import from_json, load_tokenizer
 from orthojax.errors import UserError
-from orthojax.model import Transformer
+from orthojax.model import Transformer, gpt2
 from orthojax.pretrained import FAMILIES, begins_with_bos, computed_as, read_folder, read_folder_config, write_folder
+from orthojax.pretrained.export import as_family, field_without_code
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -124,6 +131,9 @@ CASES = {
     "olmo2, yarn, attention_factor": ("olmo2", GROUPED | {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "attention_factor": 1.2, "truncate": False,
         "original_max_position_embeddings": 16}}),
+    "granite_swa": ("granite_swa", GROUPED | {
+        "sliding_window": 5, "layer_rope_theta": [100.0, 0, 100.0], "attention_multiplier": 0.5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "pythia": ("gpt_neox", SMALL),
     "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {
         "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}}),
@@ -148,10 +158,10 @@ def foreign_model(model_type, fields, seed=0):
     return model
 
 
-def reloaded(folder):
+def reloaded(folder, **options):
     transformers = pytest.importorskip("transformers")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
-    return loaded.eval()
+    options |= {"dtype": "float32", "attn_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def foreign_outputs(model, tokens):
@@ -159,7 +169,7 @@ def foreign_outputs(model, tokens):
 
     with torch.no_grad():
         seen = model(torch.tensor(tokens), output_hidden_states=True, output_attentions=True)
-    to_numpy = lambda several: [x.float().numpy() for x in several]  # noqa: E731
+    to_numpy = lambda several: [x if x is None else x.float().numpy() for x in several]  # noqa: E731
     return seen.logits.float().numpy(), to_numpy(seen.hidden_states), to_numpy(seen.attentions)
 
 
@@ -192,6 +202,8 @@ def test_outputs_are_those_of_transformers_which_reads_what_is_exported(name, to
     close(logits, their_logits)
     for ours, theirs in zip(residuals[:-1], their_residuals[1:-1], strict=True):  # the last one has the final norm
         close(ours, theirs)
+    if name == "granite_swa":  # whose weights are from before its sinks
+        weights = weights / weights.sum(-1, keepdims=True)
     for ours, theirs in zip(weights, their_weights, strict=True):
         close(ours, theirs)
     written = write_folder(tmp_path / "back", config, params)
@@ -252,6 +264,114 @@ def test_gated_attention_of_qwen(kind, tokens, tmp_path):
     close(logits, their_logits)
     close(residuals[0], their_residuals[1])
     assert write_folder(tmp_path / "out", config, params) == "orthojax"  # which no qwen3 of transformers computes
+    close(logits, foreign_outputs(reloaded(tmp_path / "out", trust_remote_code=True), tokens)[0])
+
+
+# Models with code of their own.
+
+WITHOUT_CODE = {"gpt-oss": "mlp", "latent attention and experts": "latent", "gated channels of latents": "latent",
+                "query latents, groups of experts": "latent", "projected embeddings": "embedding_projection",
+                "relu": "embedding_projection", "softmax": "rope", **dict.fromkeys(
+                    ("full, gpt2", "full, llama2", "prefix, gpt2", "prefix, llama2"), "attention_mask")}  # fmt: skip
+OWN = model_oracle.CONFIGS | test_generation.CONFIGS | {
+    "cured": gpt2("tiny", **SMALLEST, normalizer="softmax1", norm="rmsnorm_single", use_bias=False),
+    "yarn, biases, windows": ModelConfig(
+        **SMALLEST | {"num_layers": 3}, position="rotary", use_bias="qkv", attention_window=(None, 3, 2),
+        norm="rmsnorm", rotary_layers=(True, False, True), rope=RopeConfig(
+            scaling="yarn", factor=4.0, original_length=8, mscale=0.7)),
+}  # fmt: skip
+
+
+def whole_and_in_pieces(model, tokens):
+    """Logits of one pass, and of five tokens, two, and then one by one, with a cache."""
+    import torch
+
+    tokens, cache, pieces = torch.tensor(np.asarray(tokens)), None, []
+    with torch.no_grad():
+        for piece in (tokens[:, :5], tokens[:, 5:7], *tokens[:, 7:].split(1, 1)):
+            seen = model(piece, past_key_values=cache, use_cache=True)
+            cache = getattr(seen, "cache", None) or seen.past_key_values
+            pieces.append(seen.logits)
+        return model(tokens).logits.numpy(), torch.cat(pieces, 1).numpy()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_models_with_their_code_compute_the_same(name, tmp_path):
+    config, tokens = OWN[name], test_generation.TOKENS
+    if name in WITHOUT_CODE:
+        assert field_without_code(config).startswith(f"model.{WITHOUT_CODE[name]}=")
+        return
+    params = stacked_params(config)
+    assert write_folder(tmp_path / "there", config, params, code=True) == "orthojax"
+    model = reloaded(tmp_path / "there", trust_remote_code=True)
+    logits, residuals, weights = our_outputs(config, params, tokens)
+    their_logits, their_residuals, their_weights = foreign_outputs(model, tokens)
+    scale = max(1.0, np.abs(logits).max())
+    for theirs in (their_logits, *whole_and_in_pieces(model, tokens)):
+        np.testing.assert_allclose(theirs / scale, logits / scale, rtol=0, atol=1e-5)
+    for ours, theirs in zip(residuals[:-1], their_residuals[1:-1], strict=True):
+        close(ours, theirs)
+    for ours, theirs in zip(weights, their_weights, strict=True):
+        close(ours, np.zeros_like(ours) if theirs is None else theirs)
+    model.save_pretrained(tmp_path / "back")
+    assert (tmp_path / "back/modeling_orthojax.py").is_file()
+    for folder in ("there", "back"):
+        read, same = read_folder(tmp_path / folder)
+        assert read == config
+        jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_text_of_a_model_with_its_code_does_not_depend_on_padding_and_beams(tmp_path):
+    torch = pytest.importorskip("torch")
+    config = OWN["cured"]
+    write_folder(tmp_path, config, stacked_params(config))
+    model, options = reloaded(tmp_path, trust_remote_code=True), {"max_new_tokens": 6, "pad_token_id": 0}
+    tokens = torch.tensor(test_generation.TOKENS[:, :5])
+    padded = torch.cat([torch.zeros(len(tokens), 3, dtype=torch.long), tokens], 1)
+    mask = (torch.arange(8) >= 3).long().expand(padded.shape)
+    alone = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert alone.unique(dim=0).shape[0] > 1
+    assert (model.generate(padded, attention_mask=mask, **options)[:, 3:] == alone).all()
+    two = [model.generate(tokens, attention_mask=torch.ones_like(tokens), num_beams=2, use_cache=cached, **options)
+           for cached in (True, False)]  # fmt: skip
+    assert (two[0] == two[1]).all()
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert model.layers[0].attention.query.weight.grad.abs().max() > 0
+
+
+def test_the_lines_of_the_guide_write_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    backend = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "The": 2} | {str(i): i for i in range(3, 11)}))
+    backend.pre_tokenizer = Whitespace()
+    config, tokenizer = OWN["cured"], from_json(backend.to_str(), "words", "a test")
+    write_folder("exported", config, stacked_params(config), tokenizer, bos=True)
+    guide = (Path(__file__).parents[1] / "docs/checkpoints.md").read_text()
+    (lines,) = re.findall(r"```python\n(from transformers.*?)```", guide, re.DOTALL)
+    exec(lines, scope := {})
+    assert scope["text"].startswith("<s> The")
+    assert len(scope["text"].split()) == 10
+
+
+CURED = {"normalizer": "softmax1", "norm": "rmsnorm_single"}
+
+
+@pytest.mark.parametrize(("changes", "family"), [
+    (CURED, "granite_swa"),
+    (CURED | {"num_kv_heads": 2, "d_head": 6, "tie_embeddings": True, "use_bias": "attention"}, "granite_swa"),
+    ({"normalizer": "softmax_n", "normalizer_n": 2.5, "attention_window": (3, None), "rotary_layers": (False, True)},
+     "granite_swa"),
+    ({"norm": "rmsnorm_single", "embedding_projection": True}, "llama"),
+    ({"norm": "rmsnorm_single", "qk_norm": "head"}, "qwen3"),
+])  # fmt: skip
+def test_a_family_holds_a_model_in_other_words(changes, family, tmp_path):
+    config = dataclasses.replace(LLAMA2, **changes)
+    params, tokens = stacked_params(config), test_generation.TOKENS
+    plain, same = as_family(config, params)
+    assert write_folder(tmp_path, plain, same) == family
+    logits = our_outputs(config, params, tokens)[0]
+    close(our_outputs(*read_folder(tmp_path), tokens)[0], logits)
+    close(foreign_outputs(reloaded(tmp_path), tokens)[0], logits)
 
 
 def test_the_text_model_of_a_gemma3_for_images(tokens, tmp_path):

@@ -27,8 +27,9 @@ from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, gpt2, llama2, unstack_layers
 from orthojax.ops import rotary_frequencies
-from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, write_folder
+from orthojax.pretrained import FAMILIES, computed_as, locate, read_folder, read_folder_config, write_folder
 from orthojax.pretrained.configs import read_foreign_config, write_config
+from orthojax.pretrained.export import CODE, as_family, family_of, field_without_code
 from orthojax.pretrained.folders import assemble_params, own_rows
 from orthojax.train import require_tokenizer
 
@@ -76,6 +77,8 @@ KINDS = {
     "phi3": (llama2("tiny", **SMALL | {"max_length": 64}, num_kv_heads=1, attention_window=5, rope=RopeConfig(
         0.5, "longrope", 4.0, 16, mscale=2.5, short_factors=(1.5,), long_factors=(3.0,))), "phi3"),
     "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
+    "granite_swa": (llama2("tiny", **UNROLLED, d_head=6, normalizer="learned_sink", attention_window=(3, None),
+                           rotary_layers=(True, False), use_bias="attention", logits_width=9), "granite_swa"),
     "dynamic": (llama2("tiny", **SMALL, rope=RopeConfig(1.0, "dynamic", 4.0, 16)), "llama"),
     "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
@@ -425,7 +428,7 @@ def test_reading_holds_one_tensor_beside_the_model():
             tensors[name] = partial(read, leaf.shape[1:])
     outside = {"token_embedding.embedding": (11, 16), "final_norm.scale": (16,), "head.kernel": (16, 11)}
     tensors |= {name: partial(np.ones, shape, np.float32) for name, shape in outside.items()}
-    params = assemble_params(config, own_rows(config), tensors, "memory")
+    params = assemble_params(config, own_rows(config, is_old=True), tensors, "memory")
     assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(jax.device_get(params)))
     assert len(alive) == 9 * config.num_layers
     assert most <= 2  # the one before may still be on its way to the device
@@ -463,6 +466,68 @@ def test_a_base_of_wavelengths_may_be_a_large_integer():
     np.testing.assert_array_equal(ours, same)
 
 
+@pytest.mark.parametrize("name", ["rich", "latent attention and experts", "gpt2"])
+def test_code_comes_along_if_it_knows_the_model(name, tmp_path):
+    config = CONFIGS[name]
+    write_folder(tmp_path, config, stacked_params(config), code=True)
+    given, code = json.loads((tmp_path / "config.json").read_text()), tmp_path / "modeling_orthojax.py"
+    assert (
+        code.is_file()
+        == ("auto_map" in given)
+        == (field_without_code(config) is None)
+        == (name != "latent attention and experts")
+    )
+    assert name == "latent attention and experts" or code.read_text() == CODE.read_text()
+    assert read_folder_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("changes", [{"fixed_rotation": True}, {"attention": (False, False)}])
+def test_a_field_that_the_code_does_not_know_is_named(changes):
+    (name,) = changes
+    assert field_without_code(gpt2("tiny", **UNROLLED, **changes)).startswith(f"model.{name}=")
+
+
+def test_files_of_orthojax_0_1_0_are_read(tmp_path):
+    config = CONFIGS["rich"]
+    params = stacked_params(config)
+    write_folder(tmp_path, config, params)
+    flat = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").replace("layers_", "layers.")
+        flat[name] = np.asarray(leaf)
+    safetensors.save_file(flat, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, params, read_folder(tmp_path)[1])
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_a_family_holds_a_cured_llama_in_other_words(scanned):
+    config = llama2(
+        "tiny", **SMALL | {"scan_layers": scanned}, normalizer="softmax1", norm="rmsnorm_single", num_kv_heads=2
+    )
+    params, tokens = stacked_params(config), np.arange(11)[None]
+    assert family_of(config) is None
+    plain, same = as_family(config, params)
+    assert family_of(plain) == "granite_swa"
+    logits, equal = (Transformer(c).apply({"params": p}, tokens)[0] for c, p in ((config, params), (plain, same)))
+    np.testing.assert_allclose(logits, equal, rtol=0, atol=1e-5 * np.abs(logits).max())
+    other = dataclasses.replace(config, mlp="relu")
+    assert as_family(other, params) == (other, params)
+
+
+def test_texts_begin_with_bos_for_transformers_too(tmp_path):
+    backend = hf.Tokenizer(hf.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
+    tokenizer = dataclasses.replace(from_json(backend.to_str(), "words", "a test"), stop_ids=(2,))
+    for bos in (False, True):
+        write_folder(tmp_path / str(bos), LLAMA, stacked_params(LLAMA), tokenizer, bos=bos)
+        loaded = orthojax.load(tmp_path / str(bos))
+        ids = hf.Tokenizer.from_file(str(tmp_path / f"{bos}/tokenizer.json")).encode("a").ids
+        assert (loaded.config.data.bos, ids) == (bos, [0] * bos + [2])
+        assert loaded.tokenizer.encode_batch(["a"])[0].tolist() == [2]
+        assert loaded.tokenizer.ends == {1, 2}
+        words = json.loads((tmp_path / f"{bos}/tokenizer_config.json").read_text())
+        assert (words["bos_token"], words["eos_token"]) == ("<s>", "</s>")
+
+
 def test_the_tokenizer_comes_along_and_a_damaged_one_is_named(tmp_path):
     write_folder(tmp_path / "model", LLAMA, stacked_params(LLAMA), ByteTokenizer())
     eos = ByteTokenizer().eos_id
@@ -482,7 +547,7 @@ def test_the_export_of_the_guide(tmp_path, monkeypatch):
     monkeypatch.setattr(orthojax, "load", lambda path: loaded)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(re.findall("```python\n(.*?)```", code, re.S)[0], names)
+    exec(re.findall("```python\n(.*?)```", code, re.S)[-1], names)
     assert names["model_type"] == "llama"
     given = json.loads((tmp_path / "exported/config.json").read_text())
     assert given["bos_token_id"] is given["eos_token_id"] is None

@@ -12,7 +12,7 @@ from orthojax import __version__
 from orthojax.commands import cli
 from orthojax.errors import UserError, nearest
 
-COMMANDS = ("train", "evaluate", "analyze", "generate", "reproduce", "prepare", "inspect", "compare")
+COMMANDS = ("train", "evaluate", "analyze", "generate", "export", "reproduce", "prepare", "inspect", "compare")
 
 
 def start(name: str) -> None:

@@ -89,6 +89,11 @@ def overview(metrics: Mapping[str, float], config: Config) -> list[str]:
     return lines
 
 
+def home_of(step_folder: Path) -> Path:
+    """Returns the folder beside a run's checkpoints, where evaluation.json is."""
+    return step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
+
+
 def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
@@ -104,8 +109,7 @@ def main(_: list[str]) -> None:
         problem = "--settings, --quantize_head and --post_attention are for language models"
         raise UserError(problem, allowed="none of them")
     train.keep_compiled_programs(FLAGS.compile_cache)
-    beside = step_folder.parent.parent if step_folder.parent.name == "checkpoints" else step_folder.parent
-    workdir = Path(FLAGS.workdir) if FLAGS.workdir else beside
+    workdir = Path(FLAGS.workdir) if FLAGS.workdir else home_of(step_folder)
     make_folder(workdir, "workdir", files=["evaluation.json"])  # before any work, so that a wrong path costs nothing
     inputs = train.open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress())
     train.require_same_data(step_folder, inputs.provenance)

@@ -400,6 +400,17 @@ def begins_with_bos(path: Path) -> bool:
     return (path / "tokenizer.model").is_file() and kind.startswith(("Llama", "CodeLlama", "Gemma"))
 
 
+def bos_first(tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
+    """Returns a tokenizer whose file says that texts begin with BOS; its sha256 is then another."""
+    import tokenizers as hf
+
+    backend, name = hf.Tokenizer.from_str(tokenizer.serialized), tokenizer.backend.id_to_token(tokenizer.bos_id)
+    backend.post_processor = hf.processors.TemplateProcessing(
+        single=[name, "$A"], pair=[name, "$A", f"{name}:1", "$B:1"], special_tokens=[(name, tokenizer.bos_id)]
+    )
+    return dataclasses.replace(tokenizer, serialized=backend.to_str())
+
+
 def _puts_special_token_first(post_processor: Any) -> bool:
     """Returns whether a `TemplateProcessing`, by itself or in a sequence, puts a special token first."""
     if not isinstance(post_processor, dict):

@@ -56,8 +56,9 @@ class Attention(Part):
         if cached is not None:
             key, value = cached.joined(key, value)
             query_positions, key_positions = cached.slots.query_positions, cached.slots.key_positions
+        rotated, products = layer_scales(c, self.layer)
         if c.layer_rotates(self.layer):
-            turned = {"frequencies": _frequencies(c, self.layer, query_positions), "scale": _scales(c, self.layer)[0]}
+            turned = {"frequencies": layer_frequencies(c, self.layer, query_positions), "scale": rotated}
             query = rotary(query, query_positions, **turned)
             key = rotary(key, key_positions, **turned)
         if self.round_kv is not None:
@@ -78,7 +79,7 @@ class Attention(Part):
         # Kernels cap after the bias, which must not be capped if it hides keys.
         if given.forced_share is None and (bias is None or cap is None):
             mask = visible if masked else None
-            options = {"normalizer": normalizer, "scale": _scales(c, self.layer)[1], "implementation": implementation}
+            options = {"normalizer": normalizer, "scale": products, "implementation": implementation}
             options["segment_ids"] = None if masked else rows.segment_ids
             options |= {"is_causal": not masked and c.attention_mask != "full", "local_window_size": window}
             heads = dot_product_attention(query, key, value, bias, mask, logits_soft_cap=cap, **options)
@@ -146,8 +147,8 @@ class Attention(Part):
         self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions
     ) -> tuple[jax.Array, jax.Array]:
         # `attention_weights` in its two parts, so that both taps share the logits, also in gradients.
-        c = self.config
-        logits = attention_logits(query, key, scale=_scales(c, self.layer)[1], logits_soft_cap=c.attention_soft_cap)
+        scale = layer_scales(self.config, self.layer)[1]
+        logits = attention_logits(query, key, scale=scale, logits_soft_cap=self.config.attention_soft_cap)
         biased = logits if given.attention_bias is None else logits + given.attention_bias.astype(logits.dtype)
         return logits, force_weights(apply_normalizer(normalizer, biased, visible), given)
 
@@ -196,7 +197,7 @@ def attention_mask(config: ModelConfig, length: int, rows: Rows, layer: int) -> 
     return visible if ids is None else visible & (ids[:, None, :, None] == ids[:, None, None, :])
 
 
-def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:
+def layer_frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.Array:
     """Returns the frequencies of a layer, [R/2].
 
     If they depend on the length of the text, the text ends with the last of these positions [T]. What a cache holds of
@@ -223,7 +224,7 @@ def _frequencies(config: ModelConfig, layer: int, positions: jax.Array) -> jax.A
     return yarn_frequencies(channels, theta, *factors, rope.truncate)
 
 
-def _scales(config: ModelConfig, layer: int) -> tuple[float, float]:
+def layer_scales(config: ModelConfig, layer: int) -> tuple[float, float]:
     """Returns the factors of rotated channels, and of the products of queries and keys."""
     (_, rope), rotated, products = config.layer_rope(layer), 1.0, (config.logits_width or config.head_dim) ** -0.5
     if rope is not None and rope.scaling == "yarn":

@@ -224,6 +224,7 @@ def _expert_rows(there: str, names: Mapping[str, str]) -> list[Weight]:
     ]  # fmt: skip
 
 
+_SINKS = Weight("layers.{}.self_attn.sinks", ("layers/attention/sink",), SAME)
 _ENDS = _end_rows("embed_tokens", "norm", "lm_head")
 _NORMS = [
     *norm_rows("layers.{}.input_layernorm", "layers/attention_norm"),
@@ -593,7 +594,7 @@ GPT_OSS = Family(
         *_ENDS,
         *_NORMS,
         *_ATTENTION,
-        Weight("layers.{}.self_attn.sinks", ("layers/attention/sink",), SAME),
+        _SINKS,
         *dense_rows("layers.{}.mlp.router", "layers/mlp/router"),
         *(Weight(_MOE + f"gate_up_proj{end}", [f"layers/mlp/experts/{part}/{leaf}" for part in ("gate", "input")],
                  _INTERLEAVED) for end, leaf in (("", "kernel"), ("_bias", "bias"))),
@@ -806,6 +807,48 @@ SMOLLM3 = Family(
     more=More(frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"}), _read_rotating,
               _write_rotating),
 )  # fmt: skip
+
+
+def _read_granite(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    layers, scale = integer(foreign, "num_hidden_layers"), foreign.get("attention_multiplier", 1.0)
+    width = round(scale**-2) if isinstance(scale, int | float) and scale > 0 else 0
+    require(
+        width > 0 and abs(width**-0.5 - scale) < 1e-9, f"attention_multiplier={scale!r}", "1 / the root of an integer"
+    )
+    thetas = foreign.get("layer_rope_theta")  # 0 for layers without rotary positions
+    if thetas is None:
+        return _read_biases(foreign) | {"logits_width": width}
+    fits = isinstance(thetas, list) and len(thetas) == layers and len({theta for theta in thetas if theta}) == 1
+    require(fits, f"layer_rope_theta={thetas} is not supported", "0 or one other number for each layer")
+    rotating = tuple(bool(theta) for theta in thetas)
+    fields = {"logits_width": width, "rope_theta": max(thetas), "rotary_layers": rotating}
+    return _read_biases(foreign) | fields | {"scan_layers": len(set(rotating)) == 1}
+
+
+def _write_granite(c: ModelConfig) -> dict[str, Any]:
+    thetas = [c.rope_theta if c.layer_rotates(layer) else 0 for layer in range(c.num_layers)]
+    return _write_biases(c) | {
+        "attention_multiplier": (c.logits_width or c.head_dim) ** -0.5,
+        "layer_rope_theta": thetas,
+    }
+
+
+GRANITE_SWA = Family(
+    "granite_swa",
+    "GraniteSWAForCausalLM",
+    _LLAMA_BASE | {"normalizer": "learned_sink"},
+    _NO_BIASES | {
+        "num_key_value_heads": Same("num_kv_heads", 4),
+        "rms_norm_eps": Same("norm_eps", 1e-5),
+        "sliding_window": Same("attention_window", 128),
+        "tie_word_embeddings": Same("tie_embeddings", True),
+        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), Only((1.0,))),
+    },
+    [*_LLAMA_WEIGHTS, _SINKS],
+    windowed=lambda foreign, layer: layer % 4 != 0,
+    more=More(frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "layer_rope_theta"}), _read_granite,
+              _write_granite),
+)  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE_SWA)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

@@ -18,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from orthojax.config import ModelConfig, from_dict, require
+from orthojax.data.tokenizers import HuggingFaceTokenizer, begins_with_bos, bos_first
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
 from orthojax.ops.quantize import Quantized
 from orthojax.pretrained.configs import read_foreign_config, write_config
-from orthojax.pretrained.families import FAMILIES, HEADS, SAME, Family, Weight, foreign_names
+from orthojax.pretrained.export import CODE, OWN, code_fields, family_of
+from orthojax.pretrained.families import FAMILIES, HEADS, SAME, TRANSPOSED, Family, Weight, foreign_names
 
-OWN = "orthojax"  # the model_type of models that no family expresses
 _SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 
@@ -145,9 +146,10 @@ def read_folder(folder: Path) -> tuple[ModelConfig, Any]:
     device. Raises UserError for an unknown family, a config field or tensor that is not understood, or damaged files.
     """
     config, family = _config_and_family(folder)
-    rows, ignored = (own_rows(config), ()) if family is None else (_rows(family), family.ignored)
-    ignored += HEADS if config.tie_embeddings else ()
     tensors, beside = _tensors_of(folder), () if family is None else family.beside
+    is_old = "token_embedding.embedding" in tensors
+    rows, ignored = (own_rows(config, is_old), ()) if family is None else (_rows(family), family.ignored)
+    ignored += HEADS if config.tie_embeddings else ()
     tensors = {name: read for name, read in tensors.items() if not name.startswith(beside)}
     return config, assemble_params(config, rows, tensors, str(folder), ignored)
 
@@ -285,14 +287,21 @@ def _rows(family: Family) -> Rows:
     return [(foreign_names(family, weight.there), weight) for weight in family.weights]
 
 
-def own_rows(config: ModelConfig) -> Rows:
-    """Makes rows for models that no family expresses: our own paths, with dots, and a number for the layer."""
+def own_rows(config: ModelConfig, is_old: bool = False) -> Rows:
+    """Makes rows for models that no family expresses: our own paths, with dots, and a number for the layer.
+
+    As in PyTorch, kernels, scales and tables are called `weight`, and kernels are [out, in]; not in old files.
+    """
     rows = {}
     for path in _flat(parameter_shapes(config)):
         head, _, rest = path.partition("/")
         layered = head == "layers" or head.startswith("layers_")
         there = f"layers.{{}}.{rest.replace('/', '.')}" if layered else path.replace("/", ".")
-        rows[there] = Weight(there, (f"layers/{rest}" if layered else path,), SAME)
+        name, _, leaf = there.rpartition(".")
+        if leaf in ("kernel", "scale", "embedding") and not is_old:
+            there = f"{name}.weight"
+        how = TRANSPOSED if leaf == "kernel" and not is_old else SAME
+        rows[there] = Weight(there, (f"layers/{rest}" if layered else path,), how)
     return [((there,), weight) for there, weight in rows.items()]
 
 
@@ -307,19 +316,40 @@ def _flat(params: Any) -> dict[str, Any]:
 # Export.
 
 
-def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer: Any = None) -> str:
+def new_folder(folder: Path) -> None:
+    """Makes the folder of an exported model; UserError if it has files or cannot be written."""
+    make_folder(folder, "folder of the exported model")
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty", allowed="a new folder")
+
+
+def write_folder(
+    folder: str | Path,
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Any = None,
+    *,
+    bos: bool = False,
+    code: bool = False,
+    on_tensor: Callable[[str], object] = lambda name: None,
+) -> str:
     """Writes a model as config.json and safetensors, which `read_folder` reads back bit for bit.
 
     Only a Gemma's norm scales below 0.5 are rounded, as float32 near 1 is, since its files store them minus 1.
 
-    A model that a family expresses is written in its format, which transformers loads with equal logits. Any other,
-    such as one with softmax-1, gets a model_type of its own, so that nothing loads it as something else.
+    A model that a family expresses is written in its format, which transformers loads with equal logits. Any other
+    gets a model_type of its own, so that nothing loads it as something else, and `modeling_orthojax.py`, which
+    transformers loads with `trust_remote_code`, unless it has parts that `export.field_without_code` names.
+    `export.as_family` first finds families that hold a model in other words.
 
     Args:
       folder: New or empty.
       config: Config of the model.
       params: Its parameters, float32 or bfloat16.
       tokenizer: `LoadedModel.tokenizer`, which is written as tokenizer.json.
+      bos: Whether texts begin with the BOS token: transformers then puts it before each.
+      code: Write the model with the code even if a family expresses it.
+      on_tensor: Called with the name of each tensor before it is written.
 
     Returns:
       The model_type.
@@ -330,31 +360,43 @@ def write_folder(folder: str | Path, config: ModelConfig, params: Any, tokenizer
     folder, leaves = Path(folder), _flat(params)
     with needing("a safetensors file", "pretrained"):
         import safetensors.numpy  # noqa: F401
-    make_folder(folder, "folder of the exported model")
-    if any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty", allowed="a new folder")
-    content: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)}
+    new_folder(folder)
+    content: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)} | code_fields(config)
     rows = own_rows(config)
-    for family in FAMILIES.values():
-        if foreign := write_config(family, config):
-            content, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
-            break
-    files = _write_tensors(folder, _tensors(config, leaves, rows))
+    if not code and (name := family_of(config)):
+        family = FAMILIES[name]
+        foreign = write_config(family, config) or {}
+        content, rows = foreign | {"architectures": [family.architecture]}, _rows(family)
+    files = _write_tensors(folder, _tensors(config, leaves, rows, on_tensor))
     if len(set(files.values())) == 1:
         (folder / files.popitem()[1]).rename(folder / "model.safetensors")
     else:
         write_text(folder / _INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1) + "\n")
     # None without a tokenizer: the family's defaults may not be in the vocabulary.
-    content |= {f"{name}_token_id": tokenizer and getattr(tokenizer, f"{name}_id") for name in ("bos", "eos")}
+    content |= {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None:
+        ends = [tokenizer.eos_id, *sorted(tokenizer.ends - {tokenizer.eos_id})]
+        content |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         tokenizer.save(folder / "tokenizer.json")
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # no other kind is one of transformers
+        named = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        words = {name: tokenizer.backend.id_to_token(token) for name, token in named.items()}
+        words |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos}
+        if bos and not begins_with_bos(folder):
+            bos_first(tokenizer).save(folder / "tokenizer.json")
+        write_text(folder / "tokenizer_config.json", json.dumps(words, indent=2) + "\n")
+    if "auto_map" in content:
+        write_text(folder / CODE.name, CODE.read_text(encoding="utf-8"))
     write_text(folder / "config.json", json.dumps(content, indent=2) + "\n")  # last: without it there is no model
     return content["model_type"]
 
 
-def _tensors(config: ModelConfig, leaves: Mapping[str, Any], rows: Rows) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    config: ModelConfig, leaves: Mapping[str, Any], rows: Rows, on_tensor: Callable[[str], object]
+) -> Iterator[tuple[str, np.ndarray]]:
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     for names, weight, slots in _places(config, rows, shapes):
+        on_tensor(names[0])
         parts = [_part(leaves[slot.path], slot) for slot in slots]
         yield names[0], np.asarray(weight.how.write(parts, config), order="C")  # safetensors writes the buffer
 
