@@ -188,6 +188,24 @@ def test_model_and_rounding_of_the_guides_run():
     assert 0 < names_of("quantize_params", "measure.md")["error"] < 2 / 15  # of a range of 2 in 16 levels
 
 
+def test_what_nnx_sows_is_summarised(capsys):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            attend = orthojax.attention_fn("softmax1", is_causal=True)
+            self.attention = nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=attend, rngs=rngs)
+
+        def __call__(self, x):
+            x = x + self.attention(x, sow_weights=True)
+            self.sow(nnx.Intermediate, "hidden", x)
+            return x
+
+    model, x = nnx.Sequential(*(Block(nnx.Rngs(i)) for i in range(2))), jax.random.normal(jax.random.key(0), (2, 8, 16))
+    names = names_of("nnx.capture", "measure.md", nnx=nnx, model=model, x=x, orthojax=orthojax)
+    assert [weights.shape for weights in names["weights"]] == [(2, 4, 8, 8)] * 2
+    assert jnp.allclose(names["hidden"][1], model(x), atol=1e-6)
+    assert "first_attention_mass" in capsys.readouterr().out
+
+
 def test_flax_attends_as_the_guide_says():
     layer = names_of("MultiHeadAttention", "attention.md")["layer"]
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))
@@ -234,7 +252,7 @@ def test_config_of_the_guide_is_the_cured_model():
 
 
 def test_every_block_of_python_is_tested():
-    tested = {"optimizer.md": 5, "frameworks.md": len(FRAMEWORKS), "attention.md": 3, "model.md": 1, "measure.md": 4}
+    tested = {"optimizer.md": 5, "frameworks.md": len(FRAMEWORKS), "attention.md": 3, "model.md": 1, "measure.md": 5}
     tested |= {"checkpoints.md": 3, "train.md": 1, "which_recipe.md": 2}  # four of all in other files
     for page, text in GUIDES.items():
         plain = [block for block in blocks("python", text) if ">>> " not in block]
