@@ -270,3 +270,137 @@ def test_what_the_recipes_say_without_numbers_is_so():
     for name in OPTIMIZERS:
         times = [mean(f"preventions_costs/{name}{sinks}", "cost_step_ratio") for sinks in ("", "_sinks")]
         assert (times[1] > times[0]) == (name == "adam")
+
+
+def said_in_short() -> dict[str, str]:
+    """Claim of in_short.md -> what is measured, from the results."""
+    of_cure = BELIEVE["settings"]("softmax-1 + OrthoAdam")
+    kurtosis = np.array([
+        [np.mean([max(pair[i]["kurtosis_first"], pair[i]["kurtosis_rest"]) for pair in setting.pairs]) for i in (0, 1)]
+        for setting in of_cure
+        if "kurtosis_first" in setting.pairs[0][0]
+    ])  # fmt: skip
+    halves = [bool(np.mean(of) <= 0.5) for setting in of_cure if (of := BELIEVE["_excess_left"](setting))]
+    sizes = [f"{name}_" for name in ("gpt2_60m", "gpt2_130m", "gpt2_350m", "gpt2_1_4b", "llama2_130m")]
+    alone = {
+        name: [left("deep/table2", f"{of}vanilla", f"{of}{name}") for of in sizes] for name in ("softmax1", "orthoadam")
+    }
+    shares = {name: each(recipe(f"{name}_sinks"), "first_attention_fraction") for name in OPTIMIZERS}
+    peaks = {name: np.max([each(f"three_layers/{name}", f"residual_peak_ratio/layer_{i}") for i in range(3)], axis=0)
+             for name in ("sgd", "relu")}  # fmt: skip
+    growth = each("three_layers/adam", "residual_norm_first/layer_0/growth")
+    table5 = "deep/table5/{}_rmsnorm_single_learned_softmax1".format
+    dominance = [mean(table5(name), "first_attention_fraction") / mean(table5(name), "chance")
+                 for name in ("rmsprop", "sgd")]  # fmt: skip
+    norms = [mean(f"deep/table5/orthoadam_{name}_learned_softmax1", "kurtosis") for name in
+             ("rmsnorm_single", "rmsnorm", "layernorm")]  # fmt: skip
+    pair = lambda metric, *runs: " and ".join(percent(mean(run, metric)) for run in runs)  # noqa: E731
+    breaks, long_pair, overnight = ([f"{study}/{name}" for name in ("vanilla", "cured")]
+                                    for study in ("breaks", "small/long_pair", "overnight/long_pair"))  # fmt: skip
+    safe = [mean(f"smollm2_safe/{name}", "lost_int8_coarse") for name in ("as_it_is", "both")]
+    kept = {row["variant"]: row["metrics"]["perplexity"] for row in rows("smollm2_quantised")}
+    log = plain((ROOT / "results/LOG.md").read_text())  # of two studies without results.json
+    for text in ("softmax-1 0.91 (0.89 to 0.95)", "0.999 6.0, 26.1 (19.6 to 34.2), 17.3 (13.2 to 21.3), 13.1",
+                 "(at 0.5: 11.0, 10.5, 14.5)"):  # fmt: skip
+        assert text in log
+    for name in ("layernorm", "rmsnorm_single"):
+        for layers in (1, 2, 3):
+            found = [mean(f"backcopy_cure/{of}_{layers}_{name}", "sink_attention_rest") for of in ("cured", "softmaxn")]
+            assert found[0] > 0.2 > found[1]
+    return {
+        "Adam makes outliers, the cure leaves none":
+            f"kurtosis {between(kurtosis[:, 0])} by setting, {between(kurtosis[:, 1])} cured",
+        "The same with the output axes": "{:.1f} after 10,000 steps, Adam {:.1f}".format(
+            *(mean(f"remaining_outliers/{name}", "kurtosis") for name in ("cured", "vanilla"))),
+        "The cure halves the sink's excess": f"{sum(halves)} of {len(halves)}; {span(believed('excess'), float)} left",
+        "with learned positions": f"{span(believed('the same, learned'), float)} left",
+        "with rotary positions": f"{span(believed('the same, rotary'), float)} left",
+        "Softmax-1 alone takes it off": "{:.0%}; {} left; outliers stay".format(
+            left("repeated_longer", "vanilla_64_bos_6000", "softmax1_64_bos_6000"), percents(alone["softmax1"])),
+        "OrthoAdam alone removes outliers": "kurtosis " + between(
+            [mean(f"deep/table2/{of}orthoadam", "kurtosis") for of in sizes]),
+        "OrthoAdam alone removes no sink": f"{percents(alone['orthoadam'])} of the excess left",
+        "Softmax-1 leaves chance with any optimizer": "RMSProp {:.1f} times chance, SGD {:.1f}".format(*dominance),
+        "The cure costs no perplexity": f"{span(believed('the same, all'), np.expm1, '+.2%')}",
+        "Cured models lose less to coarse int8": f"{span(believed('loss at int8'))} of vanilla's loss",
+        "Cured models lose less at w4a4": f"{span(believed('loss at w4a4'))}; "
+            f"{pair('lost_w4a4', *long_pair)}; {pair('lost_w4a4', *breaks)}",
+        "4-bit weights break vanilla models": f"{pair('lost_int4_zeropoint', *long_pair)}; "
+            f"{pair('lost_int4_zeropoint', *overnight)}",
+        "Learned sinks lose less at w4a4": f"{span(believed('loss at w4a4', 'learned sinks'))} of softmax's loss",
+        "Learned sinks remove the sink": "{} to {} of queries, one run {}; chance {}".format(
+            *(percent(pick(of.mean() for of in shares.values())) for pick in (min, max)),
+            percent(max(of.max() for of in shares.values())), percent(mean(recipe("adam"), "chance"))),
+        "Outliers are what coarse int8 breaks": "rank correlation {:.2f}, of the peak {:.2f}; elsewhere not".format(
+            rank("kurtosis", "int8_coarse"), rank("peak", "int8_coarse")),
+        "The cure needs a norm of one scale": "{:.1f}; one per channel {:.2f}; LayerNorm {:.1f}".format(*norms),
+        "Adam's second moment makes the outliers": "larger b2: 26, 17, 13; with b1 0.5: 11.0, 10.5, 14.5",
+        "A few channels do coarse int8's damage": "perplexity {:.0f}, {:.1f} with four in float".format(
+            kept["int8_coarse"], kept["int8_coarse_kept_4"]),
+        "A float prefix and a rotation make it safe": "lost {:.0%}, with both {:.1%}".format(*safe),
+        "Bigram-Backcopy: softmax has sinks and drains": "weight {:.2f}, value norm {:.2f}".format(
+            *(mean("one_layer/softmax", name) for name in ("sink_attention_rest", "value_drain"))),
+        "Adam makes the residual norm of `<s>` grow": f"{between(growth)} times after the first layer",
+        "SGD and ReLU attention have no such peak": f"SGD {between(peaks['sgd'], '.1f')}, ReLU "
+            f"{between(peaks['relu'])}",
+        "The cure removes the Backcopy sink": "in none of six; softmax-n in all",
+        "Softmax-1 streams without the first token": "ratio 0.91 (0.89 to 0.95) with softmax-1, Adam",
+    }  # fmt: skip
+
+
+def percents(values: list[float]) -> str:
+    return f"{min(values):.0%} to {max(values):.0%}"
+
+
+def test_the_short_table_is_that_of_the_results():
+    _, found = table_of((ROOT / "results/in_short.md").read_text(), "claim |")
+    assert {claim: measured for claim, _, measured, _ in found} == said_in_short()
+    assert [cell for row in found for cell in row if len(cell.split()) > 12] == []
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_results():
+    readme = (ROOT / "README.md").read_text()
+    form = {"first_attention_fraction": percent, "lost_int8_coarse": percent}
+    show = lambda metric, value: form.get(metric, "{:.3g}".format)(value)  # noqa: E731
+    pairs = [[f"small/long_pair/{name}" for name in ("vanilla", "cured")],
+             [f"repeated_longer/{name}_64_bos_6000" for name in ("vanilla", "d_model")]]  # fmt: skip
+    metrics = ("kurtosis_first", "first_attention_fraction", "perplexity", "lost_int8_coarse")
+    _, found = table_of(readme, "Adam, softmax")
+    assert [[cell.replace("*", "") for cell in row[1:]] for row in found] == [
+        [" → ".join(show(metric, mean(run, metric)) for run in pair) for pair in pairs] for metric in metrics
+    ]
+    chance = [mean(pair[0], "chance") for pair in pairs]
+    assert f"(chance: {chance[0]:.1%}, {chance[1]:.1%})" in readme
+    quick = {
+        "leaves no outliers": "kurtosis_first",
+        "shrinks the largest activations": "max_abs_first",
+        "takes weight off the first token": "first_attention_mass",
+        "costs no performance": "perplexity",
+    }
+    for words, metric in quick.items():
+        value = percent if metric == "first_attention_mass" else "{:.3g}".format
+        vanilla, cured = (value(mean(f"quick/{name}", metric)) for name in ("vanilla", "cured"))
+        assert re.search(rf"{words} +vanilla {vanilla}, cured {cured}\n", readme), words
+    before, after = (each(f"quick/{name}", "perplexity") for name in ("vanilla", "cured"))  # seeds 20 to 24
+    changes = after / before - 1
+    assert (
+        f"by {min(changes):.0%} to +{max(changes):.0%}, in the first from {before[0]:.1f} to {after[0]:.1f}" in readme
+    )
+    assert find("quick").seeds == (20,)
+    card = json.loads((ROOT / "results/atlas/smollm2.json").read_text())
+    values = {of["name"]: of["value"] for of in card["metrics"]}
+    assert f"{values['first_attention_fraction']:.0%} of queries" in readme
+    assert f"kurtosis is {values['kurtosis_first']:.0f}" in plain(readme)
+    assert max(mean(pair[0], "lost_int8_coarse") for pair in pairs) < 0.02
+    excess, perplexity = believed("excess"), believed("the same, all")
+    low, high = excess.interval
+    worse, better = np.expm1(perplexity.interval)
+    assert_says(readme.partition("## What to expect")[2].partition("## More")[0], [
+        f"{left('small/long_pair', 'vanilla', 'cured'):.0%} of the excess attention stays at 46M, {excess.mean:.0%} "
+        f"({100 * low:.0f} to {100 * high:.0f}) in {excess.settings} settings",
+        f"{np.expm1(perplexity.mean):.1%} (95% interval {100 * worse:+.1f} to {100 * better:+.1f}) over "
+        f"{perplexity.settings} [settings]",
+        "int8 costs these models under 2%", "the 46M pair, ",
+        "{:.0%} of perplexity lost, and {:.0%}".format(*(mean(run, "lost_w4a4") for run in pairs[0])),
+        "at 46M they were not run", "46M parameters and 98M tokens at most",
+    ])  # fmt: skip
