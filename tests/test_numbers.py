@@ -116,7 +116,7 @@ def left(study: str, before: str, after: str) -> float:
     return (mean(f"{study}/{after}", share) - chance) / (mean(f"{study}/{before}", share) - chance)
 
 
-def believed(says: str, of: str = "softmax-1 + OrthoAdam") -> Any:
+def believed(says: str, of: str = "softmax-1 and OrthoAdam") -> Any:
     (found,) = [effect for quantity, effect in BELIEVE["table"](of) if quantity.says.startswith(says)]
     return found
 
@@ -181,7 +181,7 @@ def said_of_recipes() -> list[str]:
         ),
         f"quartiles of {quartiles[0]:.2f} and {quartiles[1]:.2f}",
         f"Perplexity changes by {span(believed('perplexity', 'learned sinks'), np.expm1, '+.2%')}",
-        f"(../results/believe.md#softmax-1--orthoadam) {np.exp(believed('larger').mean):.2f}, a Gaussian has 3), "
+        f"(../results/believe.md#softmax-1-and-orthoadam) {np.exp(believed('larger').mean):.2f}, a Gaussian has 3), "
         f"{span(believed('excess'), float)} of the sink's excess over chance, and {span(believed('loss at int8'))} "
         f"of the loss at coarse int8 where there is one. At w4a4 it is undecided, {span(believed('loss at w4a4'))}: "
         f"{pairs[0]:.0%} become {pairs[1]:.0%} at 46M",
@@ -274,7 +274,7 @@ def test_what_the_recipes_say_without_numbers_is_so():
 
 def said_in_short() -> dict[str, str]:
     """Claim of in_short.md -> what is measured, from the results."""
-    of_cure = BELIEVE["settings"]("softmax-1 + OrthoAdam")
+    of_cure = BELIEVE["settings"]("softmax-1 and OrthoAdam")
     kurtosis = np.array([
         [np.mean([max(pair[i]["kurtosis_first"], pair[i]["kurtosis_rest"]) for pair in setting.pairs]) for i in (0, 1)]
         for setting in of_cure

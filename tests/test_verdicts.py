@@ -108,6 +108,6 @@ def test_pairs_are_of_the_same_config_seed_and_text(believe):
     assert (before["perplexity"], after["perplexity"]) == tuple(
         by_run[name, 2]["perplexity"] for name in ("muon", "muon_sinks")
     )
-    cured = [of.studies for of in believe["settings"]("softmax-1 + OrthoAdam")]
+    cured = [of.studies for of in believe["settings"]("softmax-1 and OrthoAdam")]
     assert ("damage/cured_longer", "repeated_longer/d_model_64_bos_6000") in cured  # one setting in two studies
     assert not any("backcopy" in name or "masked" in name for of in cured for name in of)
