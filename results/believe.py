@@ -65,9 +65,8 @@ def runs() -> dict[str, dict[tuple[str, ...], dict[int, tuple[str, Run]]]]:
     return found
 
 
-CURED = tuple(DEFAULTS.values())
 RECIPES: dict[str, Callable[[tuple[str, ...]], tuple[str, ...] | None]] = {  # recipe without -> with; None: no pair
-    "softmax-1 and OrthoAdam": lambda without: CURED if without == ("softmax", "adam") else None,
+    "softmax-1 and OrthoAdam": lambda without: tuple(DEFAULTS.values()) if without == ("softmax", "adam") else None,
     "learned sinks": lambda without: ("learned_sink", *without[1:]) if without[0] == "softmax" else None,
 }
 
