@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
+from scipy import stats
 
 from orthojax.experiments.study import command
 from orthojax.report.page import markdown
@@ -66,19 +67,47 @@ def test_reports_of_committed_results_are_up_to_date(reports):
     assert different == []
 
 
-def test_random_effects_are_those_of_a_balanced_analysis_of_variance():
-    random_effects = runpy.run_path(str(ROOT / "results" / "perplexity.py"))["random_effects"]
-    drawn = np.random.default_rng(0).normal(size=(8, 5)) + 2 * np.random.default_rng(1).normal(size=(8, 1))
-    # With as many seeds everywhere both variances together are that of the settings' means.
-    mean, error = random_effects([list(of) for of in drawn])
-    assert mean == pytest.approx(drawn.mean())
-    assert error == pytest.approx(drawn.mean(1).std(ddof=1) / np.sqrt(8))
-    means = np.arange(4.0) * 1e-6  # which differ by less than seeds do: no variance between settings
-    scattered = means[:, None] + np.array([-1.0, 0.0, 1.0])
-    assert random_effects([list(of) for of in scattered])[1] == pytest.approx(1 / np.sqrt(12))
+@pytest.fixture(scope="module")
+def believe():
+    return runpy.run_path(str(ROOT / "results" / "believe.py"))
 
 
-def test_the_readme_has_what_the_cure_costs_over_all_pairs(capsys):
-    runpy.run_path(str(ROOT / "results" / "perplexity.py"), run_name="__main__")
-    assert "9 settings, 35 seeds: -0.14% (-1.49% to +1.23%); within 1%: p = 0.11" in capsys.readouterr().out
-    assert "-0.1% (95% interval -1.5 to +1.2; within 1%: p = 0.11)" in (ROOT / "README.md").read_text()
+def test_what_to_believe_is_up_to_date(believe):
+    assert (ROOT / "results/believe.md").read_text() == believe["report"]()
+
+
+def test_random_effects_of_equally_many_pairs_are_the_t_interval_of_the_settings_means(believe):
+    means = 2 * np.random.default_rng(0).normal(size=8)
+    found = believe["effect"]([list(mean + np.array([-1.0, -0.5, 0.0, 0.5, 1.0])) for mean in means])
+    between = means.var(ddof=1) - 0.625 / 5  # without what the scatter within adds
+    wide = stats.t.ppf(0.975, 6) * np.sqrt(between + means.var(ddof=1) / 8)
+    assert (found.settings, found.pairs, found.mean) == (8, 40, pytest.approx(means.mean()))
+    assert found.interval == pytest.approx(stats.t.interval(0.95, 7, means.mean(), stats.sem(means)))
+    assert found.prediction == pytest.approx((means.mean() - wide, means.mean() + wide))
+
+
+def test_random_effects_of_other_cases(believe):
+    one = believe["effect"]([[1.0, 2.0, 3.0]])
+    assert one.interval == pytest.approx(stats.t.interval(0.95, 2, 2.0, 1 / np.sqrt(3)))
+    assert one.prediction is None
+    draws = np.random.default_rng(0).normal(size=(6, 3)) * np.array([[0.1], [0.1], [0.3], [1.0], [3.0], [10.0]])
+    variances = believe["_variances"]([*draws, draws[0, :1]])
+    own = draws.var(1, ddof=1)
+    common = variances[-1]  # that of a single pair
+    assert own.min() < common < own.max()
+    assert ((variances[:-1] - own) * (common - own) > 0).all()  # drawn towards it
+
+
+def test_pairs_are_of_the_same_config_seed_and_text(believe):
+    sinks = {of.studies: of.pairs for of in believe["settings"]("learned sinks")}
+    assert len(sinks) == 4  # optimizers
+    assert {len(pairs) for pairs in sinks.values()} == {3}
+    rows = json.loads((ROOT / "results/preventions_sinks/results.json").read_text())["rows"]
+    by_run = {(row["variant"], row["seed"]): row["metrics"] for row in rows}
+    before, after = sinks[("preventions_sinks/muon_sinks",)][1]
+    assert (before["perplexity"], after["perplexity"]) == tuple(
+        by_run[name, 2]["perplexity"] for name in ("muon", "muon_sinks")
+    )
+    cured = [of.studies for of in believe["settings"]("softmax-1 and OrthoAdam")]
+    assert ("damage/cured_longer", "repeated_longer/d_model_64_bos_6000") in cured  # one setting in two studies
+    assert not any("backcopy" in name or "masked" in name for of in cured for name in of)
