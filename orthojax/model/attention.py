@@ -86,10 +86,7 @@ class Attention(Part):
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
             heads = weighted_values(shown[1], value)
-        if c.gated_attention is True:
-            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads)(x))[..., None]
-        elif c.gated_attention == "elementwise":
-            heads *= jax.nn.sigmoid(self.dense("gate", c.num_heads * c.value_dim)(x)).reshape(heads.shape)
+        heads = self._gated(heads, x)
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
         output = self.dense("output", c.d_model, use_bias=c.has_output_bias, writes_residual=True)
@@ -105,6 +102,14 @@ class Attention(Part):
             "head_norms": self._written_norms(heads),
         }
         return output, taps, new
+
+    def _gated(self, heads: jax.Array, x: jax.Array) -> jax.Array:
+        """Multiplies heads [B, T, N, d_value] by a sigmoid of the block's input, if the config says so."""
+        c = self.config
+        if not c.gated_attention:
+            return heads
+        each = c.value_dim if c.gated_attention == "elementwise" else 1
+        return heads * jax.nn.sigmoid(self.dense("gate", c.num_heads * each)(x)).reshape(*heads.shape[:3], each)
 
     def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Maps [B, T, D] to queries [B, T, N, H], keys [B, T, K, H] and values [B, T, K, d_value], before positions."""
@@ -163,6 +168,14 @@ class LatentAttention(Attention):
     Reference:
       DeepSeek-V2, `arXiv 2405.04434 <https://arxiv.org/abs/2405.04434>`_, 2024, section 2.1.
     """
+
+    def _gated(self, heads: jax.Array, x: jax.Array) -> jax.Array:
+        """Multiplies heads [B, T, N, d_value] by a sigmoid of the block's input, if the config says so."""
+        c = self.config
+        if not c.gated_attention:
+            return heads
+        each = c.value_dim if c.gated_attention == "elementwise" else 1
+        return heads * jax.nn.sigmoid(self.dense("gate", c.num_heads * each)(x)).reshape(*heads.shape[:3], each)
 
     def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Maps [B, T, D] to queries and keys [B, T, N, H] and values [B, T, N, d_value], before positions."""
