@@ -130,14 +130,14 @@ def test_layers_stacked_on_any_axis_are_those_by_themselves():
     one = {path: shape for path, shape in SHAPES.items() if path.startswith("blocks_0")}
     layers = [drawn(seed, one)["blocks_0"] for seed in range(L)]
     tree = {f"blocks_{i}": layer for i, layer in enumerate(layers)}
-    optimizer = muon_orthoadam(0.1, **OPTIONS, rotation=Rotation(axes=D))
+    optimizer = muon_orthoadam(0.1, **OPTIONS, rotation=Rotation(axes=D, embeddings=""))
     wanted = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g)[0])(tree)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
     for axis in (0, 1):
         at = {path: min(axis, len(shape)) for path, shape in one.items()}
         by_layer = [flat({"blocks_0": layer}) for layer in layers]
         stacked = nested({path: np.stack([layer[path] for layer in by_layer], at[path]) for path in one})
-        by_axis = muon_orthoadam(0.1, **OPTIONS, rotation=Rotation(stacked=axis, axes=D))
+        by_axis = muon_orthoadam(0.1, **OPTIONS, rotation=Rotation(stacked=axis, axes=D, embeddings=""))
         updates = flat(jax.jit(lambda g, o=by_axis: o.update(g, o.init(g), g)[0])(stacked))
         for path in one:
             for layer in range(L):
@@ -215,6 +215,32 @@ def test_the_groups_of_known_trees(name):
     assert {path: found[path] for path in hows} == {path: f"muon {how}" for path, how in hows.items()}
 
 
+# Small trees without a name that says attention, with sizes that coincide: path -> shape, and how the first is treated.
+COINCIDENT = [
+    ({"layers/out/kernel": (4, 4, D), "layers/query/kernel": (D, 4, 4), "layers/up/kernel": (D, 32)}, {}, "4*4 x 16"),
+    ({"mlp/router/weight": (8, D), "mlp/up/weight": (8, 24, D), "mlp/down/weight": (8, D, 24)},
+     {"kernel_layout": "out_in"}, "8 x 16"),
+    ({"layers/q_proj/w": (4, D, D), "layers/o_proj/w": (4, D, D), "layers/sink": (4, 4)}, {}, "16 x 16, 4 of them"),
+    ({"tail/kernel": (L, D), "layers/up/kernel": (L, D, F), "layers/norm/scale": (L, D)}, {}, "3 x 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shapes", "options", "how"), COINCIDENT)
+def test_coinciding_sizes_decide_nothing(shapes, options, how):
+    tree = nested({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in {"wte": (V, D), **shapes}.items()})
+    found = describe(muon_orthoadam(1e-3, rotation=Rotation(**options)), tree)
+    assert found[next(iter(shapes))] == f"muon {how}"
+
+
+def test_moments_of_half_precision_may_be_float32():
+    shapes = {"wte": (V, D), "w": (D, F), "scale": (D,)}
+    optimizer = muon_orthoadam(1e-3, mu_dtype=jnp.float32, nu_dtype=jnp.float32, rotation=ROTATION)
+    params = drawn(0, shapes, jnp.bfloat16)
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    assert jnp.bfloat16 not in {x.dtype for x in jax.tree.leaves(state)}
+
+
 def test_a_named_axis_of_layers_decides():
     found = describe(muon_orthoadam(1e-3, rotation=Rotation(stacked=1)), shapes_of("maxtext llama"))
     assert found["decoder/layers/mlp/wi_0/kernel"] == "muon 2048 x 7168, 16 of them"
@@ -252,7 +278,10 @@ def test_a_rule_of_one_s_own_replaces_ours():
         ({"w": jnp.ones((D, F))}, {"groups": lambda *_: MuonDimensionNumbers(0, 2), "rotation": Rotation(axes=D)},
          "MuonDimensionNumbers with"),
         ({"w": jnp.ones((D, F))}, {"groups": lambda *_: None, "rotation": Rotation(axes=D)}, "returned None")]),
-    (lambda _: describe(optax.chain(muon_orthoadam(0.1)), {}), "unchained", TypeError),
+    (lambda _, wrap: describe(wrap(muon_orthoadam(0.1)), {}), [
+        (wrap, "unchained") for wrap in (optax.chain, lambda o: optax.MultiSteps(o, 2))], TypeError),
+    (lambda _: muon_orthoadam(0.1, rotation=Rotation(axes=D)).init({"W_E": jnp.ones((V, D)), "w": jnp.ones((D, F))}),
+     ("no embedding table", "embeddings=PATTERN")),
     (lambda _: muon_orthoadam(0.1, rotation="haar"), "rotation='haar'", TypeError),
 )  # fmt: skip
 def test_refused(call, arguments, words, error, tmp_path):

@@ -206,7 +206,8 @@ def _is_stacked_vector(path: str, rule: Rule, shapes: Shapes) -> bool:
     Only the nearest module that has kernels of three axes or more counts, and all of them must have L layers: the heads
     of one attention kernel are no layers.
     """
-    if _long_axes(shapes[path]) != 2 or shapes[path][rule.stacked or 0] < 2:
+    axis = rule.stacked or 0
+    if _long_axes(shapes[path]) != 2 or axis >= len(shapes[path]) or shapes[path][axis] < 2:
         return False
     return next((layers for layers, _ in _stacks(path, rule, shapes)), False)
 
@@ -218,14 +219,16 @@ def _stacks(path: str, rule: Rule, shapes: Shapes) -> Iterator[tuple[bool, bool]
     has as well.
     """
     parts, axis = path.split("/"), rule.stacked or 0
-    layers = shapes[path][axis]
+    layers = shapes[path][axis] if axis < len(shapes[path]) else 0
     for depth in range(len(parts) - 1, -1, -1):
         prefix = "".join(f"{part}/" for part in parts[:depth])
         beside = {other: shape for other, shape in shapes.items() if other.startswith(prefix)}
-        kernels = [shape for shape in beside.values() if _long_axes(shape) > 2]
+        kernels = [shape for shape in beside.values() if _long_axes(shape) > 2 and axis < len(shape)]
         if kernels:
             vectors = (
-                len(shape) == 2 and shape[axis] == layers and _VECTOR.fullmatch(other.lower().rpartition("/")[2])
+                len(shape) == 2
+                and shape[min(axis, 1)] == layers
+                and _VECTOR.fullmatch(other.lower().rpartition("/")[2])
                 for other, shape in beside.items()
             )
             yield layers <= _MAX_LAYERS and all(shape[axis] == layers for shape in kernels), any(vectors)
@@ -361,7 +364,7 @@ def matrix_of(path: str, shape: tuple[int, ...], rule: Rule, shapes: Shapes) -> 
         return Matrix("table", (tuple(range(ndim - 1)), (ndim - 1,)))
     if _long_axes(shape) < 2:
         return _BY_SHAPE
-    if _is_stacked_vector(path, rule, shapes):
+    if _OF_TIME.fullmatch(names.name) and _is_stacked_vector(path, rule, shapes):
         return _STACKED
     found, _ = judge(path, shape, rule, shapes)
     of_patches = names.name == "kernel" and ndim > 2 and bool(_TABLE.fullmatch(names.module))
@@ -416,17 +419,33 @@ def _is_as_wide_as_a_table(path: str, rule: Rule, shapes: Shapes) -> bool:
 
 
 def _has_layers(path: str, rule: Rule, shapes: Shapes) -> bool:
-    """Returns whether the first axis, or `rule.stacked`, counts layers: all kernels around, not in attention alone."""
+    """Returns whether the first axis of an attention kernel, or `rule.stacked`, counts layers and not heads.
+
+    Some module around it must have kernels of three axes that all have as many, and among them one outside of
+    attention, or a vector by its name.
+    """
     if rule.stacked is not None:
         return True
     parts, layers = path.split("/"), shapes[path][0]
     for depth in range(len(parts) - 1, -1, -1):
         prefix = "".join(f"{part}/" for part in parts[:depth])
-        kernels = {o: of for o, of in shapes.items() if o.startswith(prefix) and _long_axes(of) > 2}
-        outside = [o for o in kernels if not any(_ATTENTION.fullmatch(part) for part in o.lower().split("/"))]
-        if outside and all(of[0] == layers for of in kernels.values()):
+        beside = {other: of for other, of in shapes.items() if other.startswith(prefix)}
+        kernels = {other: of for other, of in beside.items() if _long_axes(of) > 2}
+        vectors = [
+            other for other, of in beside.items() if len(of) > 1 and of[0] == layers and _is_called_vector(other)
+        ]
+        outside = [o for o in kernels if not any(map(_in_attention, o.lower().split("/")))]
+        if (outside or vectors) and all(of[0] == layers for of in kernels.values()):
             return layers <= _MAX_LAYERS
     return False
+
+
+def _is_called_vector(path: str) -> bool:
+    return is_per_channel(path) or bool(_VECTOR.fullmatch(path.lower().rpartition("/")[2]))
+
+
+def _in_attention(part: str) -> bool:
+    return bool(_ATTENTION.fullmatch(part) or _PROJECTION.fullmatch(part) or part == "out")
 
 
 def without_length(length: int) -> str:

@@ -22,7 +22,13 @@ from orthojax.errors import UserError
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim import axes as axes_rule
 from orthojax.optim.layout import known_sharding, place
-from orthojax.optim.orthoadam import check_hyperparams, decayed_and_scaled, scale_by_orthoadam
+from orthojax.optim.orthoadam import (
+    check_dtypes,
+    check_hyperparams,
+    decayed_and_scaled,
+    scale_by_orthoadam,
+    with_nu_dtype,
+)
 from orthojax.optim.rotation import (
     DEFAULT_ROTATION,
     Description,
@@ -30,6 +36,8 @@ from orthojax.optim.rotation import (
     describable,
     describe,
     leaf_paths,
+    outliers_may_return,
+    plan_tree,
     require_rotation,
 )
 
@@ -52,6 +60,8 @@ def scale_by_muon_orthoadam(
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     momentum: jax.typing.ArrayLike = 0.95,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
     embeddings: Embeddings | None = "orthoadam",
     rotation: Rotation = DEFAULT_ROTATION,
     groups: Groups | None = None,
@@ -76,19 +86,21 @@ def scale_by_muon_orthoadam(
         `jax.shard_map` for gradients that differ between devices: a shard is no matrix.
     """
     check_hyperparams({"b1": b1, "b2": b2, "eps": eps, "momentum": momentum})
+    check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype})
     require_rotation(rotation)
     if embeddings not in (None, "orthoadam", "adam", "muon"):
         raise ValueError(f"embeddings={embeddings!r}; allowed: 'orthoadam', 'adam', 'muon' or None")
 
     def parts(tree: Any) -> optax.GradientTransformationExtraArgs:
         found = _groups_of(rotation, embeddings, groups, tree)
-        adam = optax.scale_by_adam(b1, b2, eps)
+        adam = with_nu_dtype(optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype), nu_dtype)
         # Chained, as in checkpoints of 0.1.
-        muon = optax.chain(_scale_by_muon(momentum, found), optax.identity())
+        muon = optax.chain(_scale_by_muon(momentum, mu_dtype, found), optax.identity())
         made: dict[Any, Any] = {"muon": muon, "adam": adam}
         if embeddings == "orthoadam":
             axes = found.d_model if rotation.axes is None else rotation.axes
-            made["orthoadam"] = scale_by_orthoadam(b1, b2, eps, rotation=dataclasses.replace(rotation, axes=axes))
+            rotated = dataclasses.replace(rotation, axes=axes)
+            made["orthoadam"] = scale_by_orthoadam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype, rotation=rotated)
         return optax.partition(made, lambda tree: _by_path(lambda path, _: found.of[path].label, tree))
 
     def init_fn(params):
@@ -97,7 +109,9 @@ def scale_by_muon_orthoadam(
             shown = ", ".join(guesses[:3]) + (", ..." if len(guesses) > 3 else "")
             hint = "print(orthojax.optim.describe(transformation, params)) shows what is found"
             warnings.warn(f"the treatment of {len(guesses)} parameters is a guess ({shown}); {hint}", stacklevel=2)
-        return parts(params).init(params)
+        with warnings.catch_warnings():  # of the rotation, which does not know the groups
+            warnings.filterwarnings("ignore", "the treatment of")
+            return parts(params).init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         return parts(updates).update(updates, state, params, **extra_args)
@@ -113,6 +127,8 @@ def muon_orthoadam(
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     momentum: jax.typing.ArrayLike = 0.95,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
     embeddings: Embeddings | None = "orthoadam",
@@ -121,9 +137,10 @@ def muon_orthoadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes Muon for matrices, OrthoAdam for embedding tables and the head, and Adam for vectors.
 
-    All updates have Adam's usual size, 0.2 RMS, so one learning rate serves all; `scale_by_muon_orthoadam` has the
-    equations. Matrices are found by the rule that finds d_model: [in, out] kernels, stacked [layers, in, out] or
-    [experts, in, out], and flax's attention kernels of three axes. `describe(optimizer, params)` shows what is found.
+    All updates have Adam's usual size, an RMS of about 0.2, so one learning rate serves all; Adam's first steps are
+    larger, up to 1, so warm up. `scale_by_muon_orthoadam` has the equations. Matrices are found by the rule that finds
+    d_model: [in, out] kernels, stacked [layers, in, out] or [experts, in, out], and flax's attention kernels of three
+    axes. `describe(optimizer, params)` shows what is found.
 
     Args:
       learning_rate: A number or a schedule.
@@ -131,14 +148,16 @@ def muon_orthoadam(
       b2: Decay of their second moment.
       eps: Added to the root of their second moment.
       momentum: Muon's, with Nesterov's step.
+      mu_dtype: Dtype of momentum and first moments; that of the parameters by default.
+      nu_dtype: Dtype of the second moments; those of bfloat16 parameters hardly move unless it is float32.
       weight_decay: Decoupled, times the learning rate.
       mask: A tree of bools, or a function of the parameters that returns one: what decays. None for matrices, tables
         and the head: norm scales, biases and sink logits do not.
       embeddings: The optimizer of embedding tables and of an untied head; None for Adam on tables and Muon on the head.
       rotation: That of OrthoAdam, and how matrices and tables are named: its `axes` (d_model), `embeddings`, `stacked`
         and `kernel_layout`.
-      groups: Replaces the rule: (path, shape and dtype) -> `optax.contrib.MuonDimensionNumbers` for a matrix,
-        "embedding", or "adam".
+      groups: Replaces the rule: (path, shape and dtype) -> "embedding", "adam", or for a matrix
+        `optax.contrib.MuonDimensionNumbers`, axes of the whole array; every slice along the others is a matrix.
 
     Returns:
       An optax transformation with extra arguments, for `optax.chain`, `inject_hyperparams` (with `static_args` for
@@ -161,8 +180,9 @@ def muon_orthoadam(
     wte         64, 16  orthoadam  axes (1,): hadamard 16  table
     """
     scaling = scale_by_muon_orthoadam(
-        b1, b2, eps, momentum=momentum, embeddings=embeddings, rotation=rotation, groups=groups
-    )
+        b1, b2, eps, momentum=momentum, mu_dtype=mu_dtype, nu_dtype=nu_dtype, embeddings=embeddings, rotation=rotation,
+        groups=groups,
+    )  # fmt: skip
 
     def decays(params: Any) -> Any:
         found = _groups_of(rotation, embeddings, groups, params).of
@@ -217,7 +237,8 @@ def _groups_of_leaves(
         chosen = {path: groups(path, leaf) for path, leaf in leaves}
         return _Found(d_model, {path: _chosen(path, leaf.shape, chosen[path], embeddings) for path, leaf in leaves})
     rule = axes_rule.Rule(d_model, rotation.kernel_layout, rotation.embeddings, rotation.stacked)
-    found, unknown = {}, []
+    found: dict[str, Group] = {}
+    unknown = []
     for path, leaf in leaves:
         matrix = axes_rule.matrix_of(path, leaf.shape, rule, shapes) if path in shapes else f"dtype {leaf.dtype}"
         if isinstance(matrix, str):
@@ -227,10 +248,18 @@ def _groups_of_leaves(
         else:
             found[path] = _group_of(matrix, embeddings)
     if unknown:
-        raise UserError(
-            f"Muon does not know which axes are the matrix in {', '.join(unknown[:3])}",
-            allowed="groups=, a function that says it; or Rotation(stacked=AXIS), if that axis counts layers",
-        )
+        shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        stacked = "; or Rotation(stacked=AXIS), if that axis counts layers" if rotation.stacked is None else ""
+        problem = f"Muon does not know which axes are the matrix in {shown}"
+        raise UserError(problem, allowed=f"groups=, a function that says it{stacked}")
+    if (
+        rotation.embeddings != ""
+        and found
+        and not is_part
+        and not any(group.why == "table" for group in found.values())
+    ):
+        problem = "no embedding table is known by its name, and Muon would take it for a matrix"
+        raise UserError(problem, allowed="Rotation(embeddings=PATTERN), or embeddings='' if there is none")
     return _Found(d_model, found)
 
 
@@ -273,17 +302,18 @@ def _describe(rotation: Rotation, embeddings: Embeddings | None, groups: Groups 
         how = plans[path] if group.label == "orthoadam" else how
         mark = "unsure" if group.unsure else group.why if group.why in ("table", "head") else ""
         rows.append((path, ", ".join(map(str, jnp.shape(leaf))), group.label, how, mark))
-    return Description(rows, heading=("parameter", "shape", "group", "how", ""))
+    note = outliers_may_return(plan_tree(rotated, params)) if rotated else ""
+    return Description(rows, note, heading=("parameter", "shape", "group", "how", ""))
 
 
 # Muon itself.
 
 
-def _scale_by_muon(momentum: jax.typing.ArrayLike, found: _Found) -> optax.GradientTransformation:
+def _scale_by_muon(momentum: jax.typing.ArrayLike, mu_dtype: Any, found: _Found) -> optax.GradientTransformation:
     """Makes Muon for the matrices of a tree, with the state of `optax.contrib.scale_by_muon`."""
 
     def init_fn(params):
-        mu = jax.tree.map(jnp.zeros_like, params)
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
         return MuonState(jnp.zeros([], jnp.int32), mu, jnp.array(_COEFFICIENTS))
 
     def update_fn(updates, state, params=None):
@@ -302,7 +332,7 @@ def _scale_by_muon(momentum: jax.typing.ArrayLike, found: _Found) -> optax.Gradi
             return _orthogonalized(path, x, dimensions, state.ns_coeffs)
 
         mu = optax.tree.cast_like(mu, state.mu)
-        return _by_path(orthogonal, ahead), MuonState(count, mu, state.ns_coeffs)
+        return optax.tree.cast_like(_by_path(orthogonal, ahead), updates), MuonState(count, mu, state.ns_coeffs)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

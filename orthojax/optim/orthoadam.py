@@ -74,14 +74,9 @@ def scale_by_orthoadam(
     """
     hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
     check_hyperparams(hyperparams)
-    for name, dtype in {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}.items():
-        is_floating = dtype is None
-        with contextlib.suppress(TypeError, ValueError):
-            is_floating = is_floating or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        if not is_floating:
-            raise ValueError(f"{name}={dtype!r}; allowed: None or a floating dtype")
+    check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype})
     adam = optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype)
-    made = in_rotated_basis(adam if nu_dtype is None else _with_nu_dtype(adam, nu_dtype), rotation)
+    made = in_rotated_basis(with_nu_dtype(adam, nu_dtype), rotation)
     return describable(made, lambda params: describe(rotation, params))
 
 
@@ -94,6 +89,16 @@ def check_hyperparams(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}; allowed: 0 <= {name} < {limit:g}")
 
 
+def check_dtypes(given: Mapping[str, Any]) -> None:
+    """Refuses dtypes of moments that are not floating."""
+    for name, dtype in given.items():
+        is_floating = dtype is None
+        with contextlib.suppress(TypeError, ValueError):
+            is_floating = is_floating or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        if not is_floating:
+            raise ValueError(f"{name}={dtype!r}; allowed: None or a floating dtype")
+
+
 def _require_number(name: str, value: Any) -> None:
     # inject_hyperparams passes arrays and tracers, whose values are not looked at.
     is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
@@ -101,8 +106,10 @@ def _require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}; allowed: a finite number")
 
 
-def _with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
-    """Computes in the dtype of the second moment, and keeps the first moment in its own dtype."""
+def with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+    """Computes in the dtype of the second moment, None for Adam's own; the first moment stays in its dtype."""
+    if dtype is None:
+        return adam
 
     def init_fn(params):
         state: Any = adam.init(params)

@@ -453,7 +453,7 @@ class Description(dict[str, str]):
         return "\n".join([*(line.rstrip() for line in table), *([self.note] if self.note else [])])
 
 
-def _outliers_may_return(plan: TreePlan) -> str:
+def outliers_may_return(plan: TreePlan) -> str:
     """Returns the note on norm scales and biases of the rotated width, or "" without any."""
     widths = {group.size for leaf in plan.parameters for group in leaf.groups}
     vectors = [leaf.path for leaf in plan.parameters if not leaf.groups and widths & set(leaf.shape)]
@@ -502,7 +502,7 @@ def describe(rotation: Rotation | optax.GradientTransformation, params: Any) -> 
     """
     if isinstance(rotation, _Describable):
         return rotation.describe(params)
-    if isinstance(rotation, optax.GradientTransformation):
+    if isinstance(rotation, optax.GradientTransformation) or hasattr(rotation, "update"):  # also MultiSteps
         raise TypeError("allowed: a Rotation, or what orthoadam, muon_orthoadam or their scalings return, unchained")
     require_rotation(rotation)
     rows, tree_plan = [], plan_tree(rotation, params)
@@ -518,4 +518,4 @@ def describe(rotation: Rotation | optax.GradientTransformation, params: Any) -> 
             parts.append(text + (f", {len(group.layers)} layers" if plan.stacked else ""))
         what = "; ".join([*parts, *(f"left alone: {reason}" for reason in plan.left_alone)])
         rows.append((plan.path, ", ".join(map(str, plan.shape)), what, plan.mark))
-    return Description(rows, _outliers_may_return(tree_plan))
+    return Description(rows, outliers_may_return(tree_plan))
