@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +109,11 @@ def test_the_norm_of_the_guide_is_that_of_the_model():
     of_nnx = nnx.RMSNorm(1, feature_axes=(), rngs=nnx.Rngs(0))
     assert of_nnx.scale.shape == (1,)
     assert jnp.allclose(of_nnx(x), y)
+    assert "in haiku `hk.RMSNorm(-1, param_axis=())`" in GUIDES["optimizer.md"]
+    of_haiku = hk.without_apply_rng(hk.transform(lambda x: hk.RMSNorm(-1, param_axis=())(x)))
+    scale = of_haiku.init(jax.random.key(0), x)
+    assert [leaf.size for leaf in jax.tree.leaves(scale)] == [1]
+    assert jnp.allclose(of_haiku.apply(scale, x), y, atol=1e-4)
     assert jax.tree.map(jnp.shape, params) == {"params": {"scale": ()}}
     assert jnp.allclose(y, x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6), atol=1e-6)
 
