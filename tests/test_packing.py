@@ -10,6 +10,7 @@ from attention_oracle import assert_near
 from hypothesis import given
 from hypothesis import strategies as st
 from model_oracle import stacked_params
+from thinned import quick_and_slow
 from tiny_run import TINY
 
 from orthojax import train
@@ -44,7 +45,11 @@ def packed_rows():
     return rows.reshape(len(rows), -1), sequences
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The others' normalizers and structures are in the tests of attention and of the model.
+QUICK = ("learned_sink", "relu", "latent, experts", "rotary, windows")
+
+
+@pytest.mark.parametrize("name", quick_and_slow(MODELS, MODELS.keys() - {*QUICK}))
 def test_packed_rows_train_as_separate_ones(name):
     model = Transformer(ModelConfig(**(SMALL | MODELS[name])))
     params, (rows, sequences) = jax.tree.map(lambda p: p / 2, stacked_params(model.config)), packed_rows()

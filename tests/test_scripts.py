@@ -63,6 +63,7 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES} == tested
 
 
+@slow
 def test_the_file_for_optax_passes_its_own_tests():
     folder = ROOT / "examples/optax_contrib"
     assert "orthojax" not in (folder / "_orthoadam.py").read_text(encoding="utf-8").lower().replace(
