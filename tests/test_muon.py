@@ -249,7 +249,7 @@ def test_a_named_axis_of_layers_decides():
 
 def test_what_is_a_guess_is_said():
     tree = {"wte": jnp.ones((V, D)), "mlp": {"up": jnp.ones((D, F)), "kernel": jnp.ones((F, D))}}
-    with pytest.warns(UserWarning, match=r"1 parameters is a guess \(mlp/up\)"):
+    with pytest.warns(UserWarning, match=r"1 of 3 parameters is a guess \(mlp/up\)"):
         muon_orthoadam(0.1).init(tree)
     with warnings.catch_warnings(action="error"):
         muon_orthoadam(0.1).init(drawn(0))

@@ -72,10 +72,10 @@ def main(_: list[str]) -> None:
     from orthojax import load
     from orthojax.pretrained import write_folder
     from orthojax.pretrained.export import as_family, family_of, field_without_code
-    from orthojax.pretrained.folders import new_folder
+    from orthojax.pretrained.folders import require_empty
 
     folder = Path(FLAGS.to)
-    new_folder(folder)  # before any work
+    require_empty(folder)  # before any work
     loaded = load(FLAGS.model)
     config, params = loaded.config.model, loaded.params
     if not FLAGS.code:

@@ -169,14 +169,6 @@ class LatentAttention(Attention):
       DeepSeek-V2, `arXiv 2405.04434 <https://arxiv.org/abs/2405.04434>`_, 2024, section 2.1.
     """
 
-    def _gated(self, heads: jax.Array, x: jax.Array) -> jax.Array:
-        """Multiplies heads [B, T, N, d_value] by a sigmoid of the block's input, if the config says so."""
-        c = self.config
-        if not c.gated_attention:
-            return heads
-        each = c.value_dim if c.gated_attention == "elementwise" else 1
-        return heads * jax.nn.sigmoid(self.dense("gate", c.num_heads * each)(x)).reshape(*heads.shape[:3], each)
-
     def query_key_value(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Maps [B, T, D] to queries and keys [B, T, N, H] and values [B, T, N, d_value], before positions."""
         c, of, bias = self.config, self.config.latent, self.config.has_qkv_bias

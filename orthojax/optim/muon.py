@@ -108,7 +108,8 @@ def scale_by_muon_orthoadam(
         if guesses := [path for path, group in found.of.items() if group.unsure]:
             shown = ", ".join(guesses[:3]) + (", ..." if len(guesses) > 3 else "")
             hint = "print(orthojax.optim.describe(transformation, params)) shows what is found"
-            warnings.warn(f"the treatment of {len(guesses)} parameters is a guess ({shown}); {hint}", stacklevel=2)
+            counts = f"{len(guesses)} of {len(found.of)} parameters"
+            warnings.warn(f"the treatment of {counts} is a guess ({shown}); {hint}", stacklevel=2)
         with warnings.catch_warnings():  # of the rotation, which does not know the groups
             warnings.filterwarnings("ignore", "the treatment of")
             return parts(params).init(params)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -316,11 +317,12 @@ def _flat(params: Any) -> dict[str, Any]:
 # Export.
 
 
-def new_folder(folder: Path) -> None:
-    """Makes the folder of an exported model; UserError if it has files or cannot be written."""
-    make_folder(folder, "folder of the exported model")
-    if any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty", allowed="a new folder")
+def require_empty(folder: Path) -> None:
+    """Refuses a folder for an exported model that has files, or cannot be one; UserError. A new one is not made."""
+    if os.path.lexists(folder):  # pathlib raises for names that are too long
+        make_folder(folder, "folder of the exported model")
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty", allowed="a new folder")
 
 
 def write_folder(
@@ -360,7 +362,8 @@ def write_folder(
     folder, leaves = Path(folder), _flat(params)
     with needing("a safetensors file", "pretrained"):
         import safetensors.numpy  # noqa: F401
-    new_folder(folder)
+    require_empty(folder)
+    make_folder(folder, "folder of the exported model")
     content: dict[str, Any] = {"model_type": OWN, "model": dataclasses.asdict(config)} | code_fields(config)
     rows = own_rows(config)
     if not code and (name := family_of(config)):
