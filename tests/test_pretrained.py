@@ -16,7 +16,7 @@ from orthojax.data.tokenizers import make_tokenizer
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.train import Checkpoints, load_params, read_config, train
-from orthojax.train.loop import keep_tokenizer
+from orthojax.train.workdir import keep_tokenizer
 
 CONFIG = replace(
     TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}

@@ -34,7 +34,6 @@ from orthojax.train.loading import find_model as find_model
 from orthojax.train.loading import load as load
 from orthojax.train.loading import load_params as load_params
 from orthojax.train.loading import require_tokenizer as require_tokenizer
-from orthojax.train.loop import check_workdir as check_workdir
 from orthojax.train.loop import train as train
 from orthojax.train.mesh import make_mesh as make_mesh
 from orthojax.train.mesh import place_rows as place_rows
@@ -50,3 +49,4 @@ from orthojax.train.step import build as build
 from orthojax.train.step import init_state as init_state
 from orthojax.train.step import make_train_step as make_train_step
 from orthojax.train.step import state_shapes as state_shapes
+from orthojax.train.workdir import check_workdir as check_workdir
