@@ -54,14 +54,15 @@ def h100() -> Any:
 
 def estimate(program: str) -> dict[str, float]:
     """Estimates milliseconds of an optimised program, as text: all together, and by kind of kernel."""
-    computations = _computations(program)
+    found = computations(program)
     milliseconds: dict[str, float] = collections.defaultdict(float)
-    for kind, seconds in _kernels(computations, computations["ENTRY"]):
+    for kind, seconds in _kernels(found, found["ENTRY"]):
         milliseconds[kind] += 1e3 * seconds
     return {"estimated_ms": sum(milliseconds.values())} | {f"{kind}_ms": ms for kind, ms in milliseconds.items()}
 
 
-def _computations(program: str) -> dict[str, list[Operation]]:
+def computations(program: str) -> dict[str, list[Operation]]:
+    """Returns the instructions of every computation of a program, by name; that of the entry is ENTRY."""
     found: dict[str, list[Operation]] = {}
     for line in program.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
@@ -74,7 +75,8 @@ def _computations(program: str) -> dict[str, list[Operation]]:
     return found
 
 
-def _size(of: str) -> int:
+def bytes_of(of: str) -> int:
+    """Returns the bytes of a type, which may be a tuple."""
     return sum(_WIDTH[name] * math.prod(int(n) for n in dims.split(",") if n) for name, dims in _SHAPE.findall(of))
 
 
@@ -82,45 +84,39 @@ def _dimensions(of: str) -> list[int]:
     return [int(n) for n in _SHAPE.findall(of)[0][1].split(",") if n]
 
 
-def _kernels(computations: dict[str, list[Operation]], body: list[Operation]) -> Iterator[tuple[str, float]]:
+def _kernels(named: dict[str, list[Operation]], body: list[Operation]) -> Iterator[tuple[str, float]]:
     """Yields (kind, seconds) of every kernel, as often as its loop runs; branches of a conditional do not count."""
     types = {operation.name: operation.type for operation in body}
     for operation in body:
         if operation.kind == "while":
             times = re.search(r'known_trip_count":\{"n":"(\d+)"', operation.attributes)
-            for kind, seconds in _kernels(computations, computations[_called(operation, "body")]):
+            for kind, seconds in _kernels(named, named[_called(operation, "body")]):
                 yield kind, seconds * int(times[1] if times else 1)
         elif operation.kind == "call":
-            yield from _kernels(computations, computations[_called(operation, "to_apply")])
+            yield from _kernels(named, named[_called(operation, "to_apply")])
         elif operation.kind not in _FREE:
-            yield _kernel(computations, operation, types)
+            yield _kernel(named, operation, types)
 
 
-def _kernel(computations: dict[str, list[Operation]], operation: Operation, types: dict[str, str]) -> tuple[str, float]:
-    moved = _size(operation.type) + sum(_size(types.get(name, "")) for name in operation.operands)
+def _kernel(named: dict[str, list[Operation]], operation: Operation, types: dict[str, str]) -> tuple[str, float]:
+    moved = bytes_of(operation.type) + sum(bytes_of(types.get(name, "")) for name in operation.operands)
     if "fmha" in operation.attributes:
         B, N, T, H = _dimensions(operation.type)  # forward 2 products, backward 5, half of them masked
         products = 5 if "Backward" in operation.attributes else 2
         return "attention", products * B * N * T * T * H / ATTENTION_FLOPS
     if operation.kind == "custom-call":
-        over = _numbers(r'"lhs_contracting_dimensions":\[([^\]]*)\]', operation)
-        flops = _product_flops(operation, types, over) if over else 0.0
-        moved -= _size(operation.type) if over else 0  # of the tuple only the result is written, not the workspace
-        return "product" if over else "other", max(flops / FLOPS, moved / BYTES) + LAUNCH
+        flops = product_flops(operation, types)
+        moved -= bytes_of(operation.type) if flops else 0  # of the tuple only the result is written, not the workspace
+        return "product" if flops else "other", max(flops / FLOPS, moved / BYTES) + LAUNCH
     if operation.kind in ("dynamic-slice", "dynamic-update-slice"):
-        moved = 2 * _size(types[operation.operands[1]] if "update" in operation.kind else operation.type)
+        moved = 2 * bytes_of(types[operation.operands[1]] if "update" in operation.kind else operation.type)
     if operation.kind != "fusion":
         return "copy" if operation.kind in ("copy", "transpose") else "other", moved / BYTES + LAUNCH
-    body = computations[_called(operation, "calls")]
+    body = named[_called(operation, "calls")]
     inner, moved = {o.name: o.type for o in body}, _fusion_bytes(body)
     dots = [o for o in body if o.kind == "dot"]
-    flops = sum(_product_flops(o, inner, _numbers(r"lhs_contracting_dims=\{([\d,]*)\}", o)) for o in dots)
+    flops = sum(product_flops(o, inner) for o in dots)
     return "product" if dots else "elementwise", max(flops / FLOPS, moved / BYTES) + LAUNCH
-
-
-def _numbers(pattern: str, operation: Operation) -> list[int]:
-    found = re.search(pattern, operation.attributes)
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _called(operation: Operation, key: str) -> str:
@@ -129,9 +125,14 @@ def _called(operation: Operation, key: str) -> str:
     return found[1]
 
 
-def _product_flops(product: Operation, types: dict[str, str], contracted: list[int]) -> float:
-    left = _dimensions(types[product.operands[0]])
-    return 2.0 * math.prod(_dimensions(product.type)) * math.prod(left[n] for n in contracted)
+def product_flops(operation: Operation, types: dict[str, str]) -> float:
+    """Returns the FLOPs of a product, XLA's own or a library's, given the types of the operands; 0 of all others."""
+    listed = r'lhs_contracting_dims=\{([\d,]*)\}|"lhs_contracting_dimensions":\[([^\]]*)\]'
+    if not (found := re.search(listed, operation.attributes)):
+        return 0.0
+    left = _dimensions(types[operation.operands[0]])
+    contracted = [int(n) for n in re.findall(r"\d+", found[1] or found[2] or "")]
+    return 2.0 * math.prod(_dimensions(operation.type)) * math.prod(left[n] for n in contracted)
 
 
 def _fusion_bytes(body: list[Operation]) -> int:
@@ -142,20 +143,20 @@ def _fusion_bytes(body: list[Operation]) -> int:
         return origin(by_name[name].operands[0]) if by_name[name].kind in ("bitcast", "reshape") else name
 
     def read(parameter: Operation) -> int:
-        whole, parts = _size(parameter.type), 0
+        whole, parts = bytes_of(parameter.type), 0
         for user in body:
             if user.kind in ("bitcast", "reshape") or parameter.name not in map(origin, user.operands):
                 continue
             is_first = origin(user.operands[0]) == parameter.name
             updated = is_first and user.kind == "dynamic-update-slice"
-            parts += 0 if updated else _size(user.type) if is_first and user.kind in _SLICES else whole
+            parts += 0 if updated else bytes_of(user.type) if is_first and user.kind in _SLICES else whole
         return min(parts, whole)
 
     def written(name: str) -> int:
         result = by_name[origin(name)]
         if result.kind == "dynamic-update-slice":
-            return _size(by_name[result.operands[1]].type)
-        return 0 if result.kind == "parameter" else _size(result.type)
+            return bytes_of(by_name[result.operands[1]].type)
+        return 0 if result.kind == "parameter" else bytes_of(result.type)
 
     root = next(operation for operation in body if operation.is_root)
     results = root.operands if root.kind == "tuple" else [root.name]

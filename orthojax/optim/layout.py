@@ -61,6 +61,12 @@ def split_sharding(path: str, x: Any, given: Any) -> NamedSharding | None:
     return sharding
 
 
+def axes_width(sharding: NamedSharding, axes: Sequence[int]) -> int:
+    """Returns over how many devices some axes of an array are sharded, all together."""
+    names = _dimension_names(sharding, max(axes) + 1)
+    return math.prod(sharding.mesh.shape[name] for axis in axes for name in names[axis])
+
+
 def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: Any, sharding: NamedSharding) -> Any:
     """Calls `local_fn(shard, constants, mesh axes of each dimension)` on every device's shard; the result is like x.
 

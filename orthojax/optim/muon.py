@@ -4,6 +4,7 @@ Muon's update of a matrix is the nearest matrix whose singular values are all ab
 that of an embedding table would make every token's row equally large, so tables have OrthoAdam, or Adam.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -15,13 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from orthojax.errors import UserError
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim import axes as axes_rule
-from orthojax.optim.layout import known_sharding, place
+from orthojax.optim.layout import Names, axes_width, gather_axes, over_shards, split_sharding
 from orthojax.optim.orthoadam import (
     check_dtypes,
     check_hyperparams,
@@ -44,6 +44,7 @@ from orthojax.optim.rotation import (
 Embeddings = Literal["orthoadam", "adam", "muon"]
 Choice = MuonDimensionNumbers | Literal["embedding", "adam"]
 Groups = Callable[[str, jax.ShapeDtypeStruct], Choice]
+Layout = Callable[[str], jax.sharding.Sharding | None]
 Sides = tuple[tuple[int, ...], tuple[int, ...]]  # the axes of a matrix's rows, and of its columns, 0 and up
 
 _RMS = 0.2  # of an update, as Adam's usually is: Muon is Scalable for LLM Training, arXiv 2502.16982, section 2.2
@@ -62,6 +63,7 @@ def scale_by_muon_orthoadam(
     momentum: jax.typing.ArrayLike = 0.95,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
+    ns_dtype: Any = None,
     embeddings: Embeddings | None = "orthoadam",
     rotation: Rotation = DEFAULT_ROTATION,
     groups: Groups | None = None,
@@ -76,7 +78,7 @@ def scale_by_muon_orthoadam(
       S_t = 0.2 \sqrt{\max(m, n)} \, \mathrm{NS}_5(N_t)
 
     with :math:`\mu` = `momentum` and five Newton-Schulz steps X <- 3.4445 X - 4.7750 (X X^T) X + 2.0315 (X X^T)^2 X
-    from N / |N|, in at least float32. It is `optax.contrib.scale_by_muon` with `consistent_rms=0.2`, except for `eps`
+    from N / |N|, in `ns_dtype`. It is `optax.contrib.scale_by_muon` with `consistent_rms=0.2`, except for `eps`
     beside |N|, which is 1e-15. Every slice along stacked layers or experts is a matrix of its own.
 
     The state is that of `optax.partition`: `inner_states["muon"]`, `["adam"]` and, if asked for, `["orthoadam"]`.
@@ -86,7 +88,7 @@ def scale_by_muon_orthoadam(
         `jax.shard_map` for gradients that differ between devices: a shard is no matrix.
     """
     check_hyperparams({"b1": b1, "b2": b2, "eps": eps, "momentum": momentum})
-    check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype})
+    check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype, "ns_dtype": ns_dtype})
     require_rotation(rotation)
     if embeddings not in (None, "orthoadam", "adam", "muon"):
         raise ValueError(f"embeddings={embeddings!r}; allowed: 'orthoadam', 'adam', 'muon' or None")
@@ -94,8 +96,9 @@ def scale_by_muon_orthoadam(
     def parts(tree: Any) -> optax.GradientTransformationExtraArgs:
         found = _groups_of(rotation, embeddings, groups, tree)
         adam = with_nu_dtype(optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype), nu_dtype)
+        orthogonalize = functools.partial(_orthogonalize, found, rotation.layout, ns_dtype)
         # Chained, as in checkpoints of 0.1.
-        muon = optax.chain(_scale_by_muon(momentum, mu_dtype, found), optax.identity())
+        muon = optax.chain(_scale_by_muon(momentum, mu_dtype, orthogonalize), optax.identity())
         made: dict[Any, Any] = {"muon": muon, "adam": adam}
         if embeddings == "orthoadam":
             axes = found.d_model if rotation.axes is None else rotation.axes
@@ -130,6 +133,7 @@ def muon_orthoadam(
     momentum: jax.typing.ArrayLike = 0.95,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
+    ns_dtype: Any = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any = None,
     embeddings: Embeddings | None = "orthoadam",
@@ -151,12 +155,14 @@ def muon_orthoadam(
       momentum: Muon's, with Nesterov's step.
       mu_dtype: Dtype of momentum and first moments; that of the parameters by default.
       nu_dtype: Dtype of the second moments; those of bfloat16 parameters hardly move unless it is float32.
+      ns_dtype: Dtype of Muon's Newton-Schulz steps, None for at least float32; bfloat16 halves what devices exchange.
       weight_decay: Decoupled, times the learning rate.
       mask: A tree of bools, or a function of the parameters that returns one: what decays. None for matrices, tables
         and the head: norm scales, biases and sink logits do not.
       embeddings: The optimizer of embedding tables and of an untied head; None for Adam on tables and Muon on the head.
       rotation: That of OrthoAdam, and how matrices and tables are named: its `axes` (d_model), `embeddings`, `stacked`
-        and `kernel_layout`.
+        and `kernel_layout`. With its `layout` (see `layout_of`) every device orthogonalises its share of the matrices,
+        for one exchange of shards; without it, over Auto mesh axes, every device does all of them.
       groups: Replaces the rule: (path, shape and dtype) -> "embedding", "adam", or for a matrix
         `optax.contrib.MuonDimensionNumbers`, axes of the whole array; every slice along the others is a matrix.
 
@@ -181,8 +187,8 @@ def muon_orthoadam(
     wte         64, 16  orthoadam  axes (1,): hadamard 16  table
     """
     scaling = scale_by_muon_orthoadam(
-        b1, b2, eps, momentum=momentum, mu_dtype=mu_dtype, nu_dtype=nu_dtype, embeddings=embeddings, rotation=rotation,
-        groups=groups,
+        b1, b2, eps, momentum=momentum, mu_dtype=mu_dtype, nu_dtype=nu_dtype, ns_dtype=ns_dtype, embeddings=embeddings,
+        rotation=rotation, groups=groups,
     )  # fmt: skip
 
     def decays(params: Any) -> Any:
@@ -310,7 +316,9 @@ def _describe(rotation: Rotation, embeddings: Embeddings | None, groups: Groups 
 # Muon itself.
 
 
-def _scale_by_muon(momentum: jax.typing.ArrayLike, mu_dtype: Any, found: _Found) -> optax.GradientTransformation:
+def _scale_by_muon(
+    momentum: jax.typing.ArrayLike, mu_dtype: Any, orthogonalize: Callable[[Any, jax.Array], Any]
+) -> optax.GradientTransformation:
     """Makes Muon for the matrices of a tree, with the state of `optax.contrib.scale_by_muon`."""
 
     def init_fn(params):
@@ -326,36 +334,64 @@ def _scale_by_muon(momentum: jax.typing.ArrayLike, mu_dtype: Any, found: _Found)
             optax.tree.bias_correction(mu, momentum, optax.safe_increment(count)),
             optax.tree.bias_correction(updates, momentum, count),
         )
-
-        def orthogonal(path: str, x: jax.Array) -> jax.Array:
-            dimensions = found.of[path].dimensions
-            assert dimensions is not None
-            return _orthogonalized(path, x, dimensions, state.ns_coeffs)
-
         mu = optax.tree.cast_like(mu, state.mu)
-        return optax.tree.cast_like(_by_path(orthogonal, ahead), updates), MuonState(count, mu, state.ns_coeffs)
+        scaled = optax.tree.cast_like(orthogonalize(ahead, state.ns_coeffs), updates)
+        return scaled, MuonState(count, mu, state.ns_coeffs)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _orthogonalized(path: str, x: jax.Array, dimensions: Sides, coefficients: jax.Array) -> jax.Array:
-    """Makes the singular values of every matrix about 1, scaled to the RMS of an update."""
-    _require_whole(path, x)
+def _orthogonalize(found: _Found, layout: Layout | None, ns_dtype: Any, tree: Any, coefficients: jax.Array) -> Any:
+    """Makes the singular values of every matrix about 1, scaled to the RMS of an update.
+
+    Sharded parameters whose slices do not divide over the devices, such as those of a model without stacked layers, are
+    computed together with all that are sharded alike: else some devices would idle, or all would do the same.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    together: dict[Any, list[int]] = collections.defaultdict(list)
+    for k, (path, x) in enumerate(zip(leaf_paths(tree), leaves, strict=True)):
+        _require_whole(path, x)
+        dimensions = found.of[path].dimensions
+        assert dimensions is not None
+        sharding = split_sharding(path, x, layout(path) if layout else None)
+        axes = [axis for side in dimensions for axis in side]
+        slices = math.prod(length for axis, length in enumerate(x.shape) if axis not in axes)
+        alone = sharding is None or slices % axes_width(sharding, axes) == 0
+        together[(k if alone else -1, x.shape, x.dtype, dimensions, sharding)].append(k)
+    for (*_, dimensions, sharding), members in together.items():
+        arrays = tuple(leaves[k] for k in members)
+        dtype = ns_dtype or wide_dtype(arrays[0])
+        local = functools.partial(_orthogonalize_shards, dimensions=dimensions, dtype=dtype)
+        new = local(arrays, coefficients) if sharding is None else over_shards(local, arrays, coefficients, sharding)
+        for k, y in zip(members, new, strict=True):
+            leaves[k] = y
+    return treedef.unflatten(leaves)
+
+
+def _orthogonalize_shards(
+    arrays: tuple[jax.Array, ...],
+    coefficients: jax.Array,
+    names: Names | None = None,  # the mesh axes of each dimension
+    *,
+    dimensions: Sides,
+    dtype: Any,
+) -> tuple[jax.Array, ...]:
+    """Orthogonalizes arrays of one shape; of shards, every device gets whole matrices, its part of all, for a while."""
     rows, columns = dimensions
-    batch = tuple(axis for axis in range(x.ndim) if axis not in (*rows, *columns))
+    shape, x_dtype = arrays[0].shape, arrays[0].dtype
+    batch = tuple(axis for axis in range(len(shape)) if axis not in (*rows, *columns))
     order = (*batch, *rows, *columns)
-    m, n = (math.prod(x.shape[axis] for axis in side) for side in (rows, columns))
-    sharding = known_sharding(x)
-    explicit = sharding if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types else None
-    if explicit is not None:  # its products need whole matrices
-        spec = dict(enumerate(explicit.spec))
-        whole = PartitionSpec(*(spec.get(axis) if axis in batch else None for axis in range(x.ndim)))
-        x = place(x, NamedSharding(explicit.mesh, whole))
-    moved = x.transpose(order)
-    flat = moved.reshape(-1, m, n) if x.size else moved.reshape(0, m, n)
-    y = _newton_schulz(flat.astype(wide_dtype(x)), coefficients).reshape(moved.shape).transpose(np.argsort(order))
-    y = (y * (_RMS * max(m, n) ** 0.5)).astype(x.dtype)
-    return place(y, explicit)
+    slices, matrix_shape = math.prod(shape[axis] for axis in batch), [shape[axis] for axis in (*rows, *columns)]
+    sent_dtype = min(x_dtype, jnp.dtype(dtype), key=lambda of: of.itemsize)
+    x = jnp.concatenate([x.transpose(order).reshape(slices, *matrix_shape) for x in arrays]).astype(sent_dtype)
+    back = lambda y: y  # noqa: E731
+    if names is not None:
+        x, _, back = gather_axes(x, range(1, x.ndim), (), [(), *(names[axis] for axis in (*rows, *columns))])
+    m, n = math.prod(x.shape[1 : 1 + len(rows)]), math.prod(x.shape[1 + len(rows) :])
+    y = _newton_schulz(x.reshape(len(x), m, n).astype(dtype), coefficients) * (_RMS * max(m, n) ** 0.5)
+    y = back(y.astype(sent_dtype).reshape(x.shape)).astype(x_dtype)
+    parts = y.reshape(len(arrays), *(shape[axis] for axis in order))
+    return tuple(part.transpose(np.argsort(order)) for part in parts)
 
 
 def _require_whole(path: str, x: jax.Array) -> None:
