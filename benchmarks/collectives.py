@@ -135,6 +135,8 @@ def on_devices(platform: str, number: int) -> Iterator[None]:
         for name, value in shown.items():
             patched.enter_context(mock.patch(f"jax.{name}", value))
         patched.enter_context(mock.patch("jax.default_backend", return_value="gpu"))
+        patched.enter_context(mock.patch("orthojax.ops.attention.cudnn.unavailable", return_value=""))
+        patched.enter_context(mock.patch("orthojax.ops.attention.cudnn.compute_capability", return_value=(9, 0)))
         yield
 
 

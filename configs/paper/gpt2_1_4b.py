@@ -44,5 +44,5 @@ def get_config() -> Config:
             checkpoint_every_steps=2_000,
         ),
         eval=EvalConfig(sequences=100_000, batch_size=256),
-        mesh=MeshConfig(data=-1),  # every device takes a part of the batch
+        mesh=MeshConfig(fsdp=-1),  # parameters and batch are split over all devices
     )

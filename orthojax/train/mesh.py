@@ -48,8 +48,9 @@ def traced_in_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def constrain(tree: Any, spec: PartitionSpec) -> Any:
-    """Constrains arrays to a spec over the mesh that is traced in; without a mesh, does nothing."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Constrains arrays to a spec over the mesh that is traced in; without one, and in a `shard_map`, does nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
 

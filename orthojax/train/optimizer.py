@@ -23,6 +23,7 @@ from orthojax.optim import (
     scale_by_orthoadam,
     warmup_cosine,
 )
+from orthojax.optim.orthoadam import with_nu_dtype
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
@@ -114,18 +115,27 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
         return whole if name == "kernel" else "adam"
 
     momentum: Any = config.momentum_or_default
-    rotation = make_rotation(config.rotation, layout) if config.has_rotation else Rotation("identity")
-    return scale_by_muon_orthoadam(config.b1, config.b2, config.eps, momentum=momentum, groups=group,
-                                   embeddings=config.muon_embeddings, rotation=rotation)  # fmt: skip
+    rotation = make_rotation(config.rotation, layout) if config.has_rotation else Rotation("identity", layout=layout)
+    return scale_by_muon_orthoadam(config.b1, config.b2, config.eps, **_moment_dtypes(config), momentum=momentum,
+                                   ns_dtype=config.ns_dtype, embeddings=config.muon_embeddings, rotation=rotation,
+                                   groups=group)  # fmt: skip
+
+
+def _moment_dtypes(config: OptimConfig) -> dict[str, str | None]:
+    of = {"mu_dtype": config.mu_dtype, "nu_dtype": config.nu_dtype}
+    return {name: None if dtype == "float32" else dtype for name, dtype in of.items()}  # None is that of parameters
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
     """Makes the optimizer itself, before weight decay and learning rate."""
-    b1, b2, eps = config.b1, config.b2, config.eps
+    b1, b2, eps, dtypes = config.b1, config.b2, config.eps, _moment_dtypes(config)
     if config.optimizer == "orthoadam":
-        return scale_by_orthoadam(b1, b2, eps, rotation=make_rotation(config.rotation, layout))
+        rotation = make_rotation(config.rotation, layout)
+        return scale_by_orthoadam(b1, b2, eps, **dtypes, rotation=rotation)
     scalings: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adam": lambda: optax.scale_by_adam(b1, b2, eps),
+        "adam": lambda: with_nu_dtype(
+            optax.scale_by_adam(b1, b2, eps, mu_dtype=dtypes["mu_dtype"]), dtypes["nu_dtype"]
+        ),
         # RMSProp is Adam without a first moment, bias correction included.
         "rmsprop": lambda: optax.scale_by_adam(0.0, b2, eps),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),

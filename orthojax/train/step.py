@@ -150,16 +150,31 @@ def training_logits_dtype(config: Config) -> str | None:
 def _sum_over_parts(sums: Callable[[Any, jax.Array], Any], params: Any, tokens: jax.Array, parts: int) -> Any:
     """Adds `sums(params, part)` over parts of the rows, one after the other.
 
-    Part i takes the rows i, i + parts, ..., so that each part has rows of every device and no row is sent.
+    Part i takes the rows i, i + parts, ..., so that each part has rows of every device and no row is sent. Devices with
+    copies of the parameters add up their own sums, which meet once, after the last part; where parameters are split,
+    gradients are as well, and meet in each part: whole ones need not fit.
     """
-    rows = tokens.reshape(-1, parts, tokens.shape[-1]).swapaxes(0, 1)
-    rows = constrain(rows, PartitionSpec(None, *ROWS))
 
-    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, sums(params, part)), None
+    def local(params: Any, tokens: jax.Array) -> Any:
+        rows = tokens.reshape(-1, parts, tokens.shape[-1]).swapaxes(0, 1)
+        rows = constrain(rows, PartitionSpec(None, *ROWS))
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, params, rows[0]))
-    return jax.lax.scan(add, zeros, rows)[0]
+        def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, sums(params, part)), None
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, params, rows[0]))
+        return jax.lax.scan(add, zeros, rows)[0]
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["data"] < mesh.size:
+        return local(params, tokens)
+    mapped = jax.shard_map(
+        lambda *arrays: jax.tree.map(lambda x: x[None], local(*arrays)),
+        in_specs=(PartitionSpec(), ROWS),
+        out_specs=ROWS,
+        check_vma=False,  # else every gradient of what is alike on all devices would be summed over them at once
+    )
+    return jax.tree.map(lambda x: x.sum(0), mapped(params, tokens))
 
 
 def make_pure_step(
