@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from comparing import compare, parsed_arguments, show
+from comparing import compare, show, table_parser
 
 from orthojax import dot_product_attention
 
@@ -22,6 +22,7 @@ IMPLEMENTATIONS = {"gpu": ("cudnn", "xla"), "tpu": ("splash", "xla"), "cpu": ("x
 SHAPES = {  # [B, T, N, H]
     "cpu": ((4, 256, 12, 64), (2, 1024, 12, 64)),
     "accelerator": ((128, 256, 12, 64), (32, 1024, 12, 64), (8, 4096, 12, 64)),
+    "crossover": tuple((32_768 // T, T, 12, 64) for T in (64, 128, 192, 256, 384, 512)),
     "tiny": ((1, 128, 2, 16),),
 }
 
@@ -66,6 +67,21 @@ def repeated(attend: Attend, backward: bool, calls: int) -> Callable[..., Any]:
     return jax.jit(with_gradients if backward else forward)
 
 
+def crossover(tiny: bool, repeats: int) -> list[dict[str, Any]]:
+    """Times softmax-1 by each implementation of the platform against the first, where the default changes."""
+    rows, platform = [], jax.default_backend()
+    for shape in SHAPES["tiny" if tiny else "crossover"]:
+        dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+        operands = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(4)]
+        functions = {
+            name: functools.partial(repeated(attentions(name, shape[2])["softmax1"], True, 10), *operands)
+            for name in IMPLEMENTATIONS[platform]
+        }
+        for name, measured in compare(functions, repeats).items():
+            rows.append({"implementation": name, "B x T": f"{shape[0]} x {shape[1]}"} | measured)
+    return rows
+
+
 def first_failure(functions: dict[str, Callable[[], Any]]) -> str | None:
     """Compiles and calls all; returns which of them the platform does not support, and why."""
     for name, function in functions.items():
@@ -77,7 +93,13 @@ def first_failure(functions: dict[str, Callable[[], Any]]) -> str | None:
 
 
 def main() -> None:
-    arguments, platform = parsed_arguments(__doc__ or ""), jax.default_backend()
+    options, platform = table_parser(__doc__ or ""), jax.default_backend()
+    options.add_argument("--crossover", action="store_true", help="implementations against each other, short rows")
+    arguments = options.parse_args()
+    if arguments.crossover:
+        rows = crossover(arguments.tiny, arguments.repeats)
+        show("Softmax-1, forward + backward: median ratio, quartiles", rows, arguments.json)
+        return
     on_cpu = platform == "cpu"
     dtype, calls = (jnp.float32, 2) if on_cpu else (jnp.bfloat16, 10)
     rows = []

@@ -11,7 +11,7 @@ fusions and reduces bfloat16 in float32.
 import argparse
 import collections
 import contextlib
-import dataclasses
+import functools
 import math
 import os
 import re
@@ -37,23 +37,25 @@ OPTIMIZERS = {
     "muon": OptimConfig(optimizer="muon", muon_embeddings="orthoadam"),
 }
 LLAMA_7B = {"num_layers": 32, "d_model": 4096, "num_heads": 32, "d_mlp": 11_008, "vocab_size": 32_000}
+TINY = {"num_layers": 8, "d_model": 64, "num_heads": 2, "d_mlp": 128, "vocab_size": 512, "max_length": 32}
 # The bytes that a device sends, over the bytes of the array that is whole afterwards, or before, for g devices.
 _SENT = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2}
 
 
-def config_of(
-    model: str, optimizer: str, sizes: tuple[int, int, int], rows: int = 8, on_gpu: bool = False, **train: Any
-) -> Config:
-    """Returns a run of GPT-2, or with `7b` of Llama 2, with `rows` rows of 2,048 tokens a device."""
+def config_of(arguments: argparse.Namespace, optimizer: str, sizes: tuple[int, ...]) -> Config:
+    """Returns a run of GPT-2, or with `7b` of Llama 2, with 8 rows of 2,048 tokens a device."""
     data, fsdp, tensor = sizes
-    options: Any = {"vocab_size": 50_304, "max_length": 2048, "dtype": "bfloat16", "norm": "rmsnorm_single"}
-    family = llama2("130m", **options | LLAMA_7B) if model == "7b" else gpt2(model, **options)
-    attention: Any = {"attention_implementation": "cudnn"} if on_gpu else {}
+    options: Any = {"vocab_size": 50_304, "max_length": 2048, "norm": "rmsnorm_single", "normalizer": "softmax1"}
+    options |= {"dtype": "bfloat16", "use_bias": False} | (TINY if arguments.tiny else {})
+    if arguments.platform == "cuda":
+        options["attention_implementation"] = "cudnn"
+    make = functools.partial(llama2, "130m", **options | LLAMA_7B)
+    parts = arguments.accumulation
     return Config(
-        model=dataclasses.replace(family, normalizer="softmax1", use_bias=False, **attention),
+        model=make() if arguments.model == "7b" else gpt2(arguments.model, **options),
         optim=OPTIMIZERS[optimizer],
-        data=DataConfig(sequence_length=2048),
-        train=TrainConfig(steps=10_000, batch_size=rows * math.prod(sizes), **train),
+        data=DataConfig(sequence_length=options["max_length"]),
+        train=TrainConfig(steps=10_000, batch_size=8 * math.prod(sizes), accumulation_steps=parts),
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
     )
 
@@ -142,7 +144,8 @@ def on_devices(platform: str, number: int) -> Iterator[None]:
 
 def row(config: Config, platform: str) -> dict[str, float]:
     """Returns the row of a run: gigabytes sent in a step, the largest kinds of it, peak memory, TFLOPs of products."""
-    with on_devices(platform, config.mesh.data * config.mesh.fsdp * config.mesh.tensor):
+    mesh = config.mesh
+    with on_devices(platform, mesh.data * mesh.fsdp * mesh.tensor):
         compiled = compiled_step(config)
     found, memory = count(compiled.as_text()), compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -158,14 +161,14 @@ def main() -> None:
     options.add_argument("--optimizers", default="adam,orthoadam,muon", help=", ".join(OPTIMIZERS))
     options.add_argument("--accumulation", type=int, default=1, help="accumulation_steps")
     options.add_argument("--platform", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument("--tiny", action="store_true", help="a small model: shows that it runs")
     options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments, rows = options.parse_args(), []
     meshes = [tuple(map(int, mesh.split("x"))) for mesh in arguments.mesh.split(",")]
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={max(map(math.prod, meshes))}"
     for mesh in meshes:
         for optimizer in arguments.optimizers.split(","):
-            train: Any = {"on_gpu": arguments.platform == "cuda", "accumulation_steps": arguments.accumulation}
-            config = config_of(arguments.model, optimizer, mesh, **train)
+            config = config_of(arguments, optimizer, mesh)
             rows.append({"mesh": "x".join(map(str, mesh)), "optimizer": optimizer} | row(config, arguments.platform))
             against = next(of for of in rows if of["mesh"] == rows[-1]["mesh"])
             rows[-1]["/ first"] = rows[-1]["GB/step/device"] / against["GB/step/device"]

@@ -20,11 +20,16 @@ def parser(about: str) -> argparse.ArgumentParser:
     return options
 
 
-def parsed_arguments(about: str) -> argparse.Namespace:
-    """Parses --repeats, --tiny and --json; `about` is the help."""
+def table_parser(about: str) -> argparse.ArgumentParser:
+    """Returns a parser of --repeats, --tiny and --json; `about` is the help."""
     options = parser(about)
     options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    return options.parse_args()
+    return options
+
+
+def parsed_arguments(about: str) -> argparse.Namespace:
+    """Parses --repeats, --tiny and --json; `about` is the help."""
+    return table_parser(about).parse_args()
 
 
 def compare(

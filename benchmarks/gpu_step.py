@@ -28,7 +28,7 @@ from training import TINY, VOCAB_SIZE
 
 from orthojax.config import Config, DataConfig, OptimConfig, TrainConfig
 from orthojax.machine import environment
-from orthojax.model import gpt2
+from orthojax.model import flops_per_token, gpt2
 from orthojax.ops import cross_entropy
 from orthojax.train import model_flops_per_token, model_flops_utilization, step
 
@@ -71,7 +71,18 @@ SINGLE = (  # one change each, against the default
     Variant("layers without a scan", model={"scan_layers": False}),
     Variant("LayerNorm, biases", model={"norm": "layernorm", "use_bias": True}),
 )
-SIZES = {"60m": (128, 256), "130m": (32, 1024)}  # sequences, length
+SIZES = {  # model, sequences, length
+    "60m": ("60m", 128, 256),
+    "130m": ("130m", 32, 1024),
+    "60m of 131,072 tokens": ("60m", 512, 256),
+    "130m of 65,536 tokens": ("130m", 64, 1024),
+}
+STEPS = 5  # of a timed call
+_STATES: dict[str, Any] = {}
+DECISIVE = (  # what the roofline of the compiled program says is best, at the sizes at which it is best
+    ("130m of 65,536 tokens", (BOTH, VANILLA)),
+    ("60m of 131,072 tokens", (BOTH, VANILLA)),
+)
 PLAN = (
     ("60m", (BEFORE, VANILLA, BOTH)),
     ("130m", (VANILLA, BOTH, BEFORE)),
@@ -82,14 +93,15 @@ PLAN = (
 
 def config_of(variant: Variant, size: str, tiny: bool, on_gpu: bool) -> Config:
     """Returns the config of a run; on a GPU with its attention, which then never falls back."""
-    rows, length = (4, 16) if tiny else SIZES[size]
+    of, rows, length = SIZES[size]
+    rows, length = (4, 16) if tiny else (rows, length)
     model: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "norm": "rmsnorm_single", "use_bias": False}
     model |= TINY | {"num_layers": 2} if tiny else {}
     if on_gpu:
         model |= {"dtype": "bfloat16", "attention_implementation": "cudnn"}
     normalizer, optimizer = ("softmax1", "orthoadam") if variant.cured else ("softmax", "adam")
     return Config(
-        model=gpt2(size, **model | {"normalizer": normalizer} | variant.model),
+        model=gpt2(of, **model | {"normalizer": normalizer} | variant.model),
         optim=OptimConfig(optimizer=optimizer, weight_decay=0.1),
         data=DataConfig(sequence_length=length),
         train=TrainConfig(steps=10_000, batch_size=rows, **variant.train),
@@ -107,11 +119,15 @@ def built(config: Config, variant: Variant) -> Iterator[step.Program]:
 
 
 def compiled_step(config: Config, variant: Variant, on_gpu: bool) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Returns a function that trains for one step at each call, and what compiling it tells."""
+    """Returns a function that trains for `STEPS` steps at each call, and what compiling it tells."""
     shape, started = (config.train.batch_size, config.data.sequence_length + 1), time.perf_counter()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.model.vocab_size, shape), jnp.int32)
     with built(config, variant) as program:
-        state = program.init(jax.random.key(0))
+        shapes = jax.eval_shape(program.init, jax.random.key(0))
+        if str(shapes) not in _STATES:  # of the last size only; compiling `init` takes as long as the step
+            _STATES.clear()
+            _STATES[str(shapes)] = program.init(jax.random.key(0))
+        state = jax.tree.map(jnp.copy, _STATES[str(shapes)])
         lowered = program.step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]
     compiled = lowered.compile(compiler_options=variant.flags if on_gpu else {})
     about = {"compile_s": time.perf_counter() - started}
@@ -119,7 +135,9 @@ def compiled_step(config: Config, variant: Variant, on_gpu: bool) -> tuple[Calla
 
     def call() -> Any:
         nonlocal state
-        state, metrics = compiled(state, tokens)
+        metrics = None
+        for _ in range(STEPS):
+            state, metrics = compiled(state, tokens)
         return metrics
 
     return call, about
@@ -139,10 +157,13 @@ def failure(error: Exception) -> dict[str, str]:
     return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
 
 
-def measured(tiny: bool, seconds: float, repeats: int, on_gpu: bool) -> Iterator[dict[str, Any]]:
-    """Yields a row for each variant until the next may take too long."""
+def measured(plan: Any, tiny: bool, seconds: float, repeats: int, on_gpu: bool) -> Iterator[dict[str, Any]]:
+    """Yields a row for each variant of a plan until the next may take too long.
+
+    MFU counts attention as what a causal mask leaves; `mfu_full` all T x T of it, as nanoGPT does.
+    """
     started, longest, defaults = time.perf_counter(), 0.0, {}
-    for size, variant in in_turn(PLAN[:1] if tiny else PLAN):
+    for size, variant in in_turn(plan):
         begun = time.perf_counter()
         if begun - started + longest > seconds:
             continue
@@ -157,9 +178,11 @@ def measured(tiny: bool, seconds: float, repeats: int, on_gpu: bool) -> Iterator
         except Exception as error:  # out of memory, or a flag that this XLA lacks
             yield row | failure(error)
             continue
+        times["seconds"] /= STEPS
         speed = config.train.batch_size * length / times["seconds"]
-        mfu = model_flops_utilization(speed, model_flops_per_token(config.model, length), device_count=1)
-        yield row | times | {"tokens_per_second": speed, "mfu": mfu} | about
+        flops = (model_flops_per_token(config.model, length), flops_per_token(config.model, length))
+        found = (model_flops_utilization(speed, of, device_count=1) for of in flops)
+        yield row | times | {"tokens_per_second": speed} | dict(zip(("mfu", "mfu_full"), found, strict=True)) | about
         longest = max(longest, time.perf_counter() - begun)
 
 
@@ -212,15 +235,17 @@ def rows_of(arguments: Any, on_gpu: bool) -> Iterator[dict[str, Any]]:
         yield from lowered(arguments.tiny)
         return
     yield {"environment": environment()}
-    for k, row in enumerate(measured(arguments.tiny, arguments.seconds, arguments.repeats, on_gpu)):
+    plan = DECISIVE if arguments.decisive else PLAN[:1] if arguments.tiny else PLAN
+    for k, row in enumerate(measured(plan, arguments.tiny, arguments.seconds, arguments.repeats, on_gpu)):
         yield row
-        if k == 1:
+        if k == 1 and not arguments.decisive:
             yield from attention_ratios(arguments.tiny, arguments.repeats, on_gpu)
 
 
 def main() -> None:
     options, on_gpu = parser(__doc__ or ""), jax.default_backend() == "gpu"
     options.add_argument("--seconds", type=float, default=570.0, help="no variant begins that may end after this")
+    options.add_argument("--decisive", action="store_true", help="only the rows that tell most")
     options.add_argument("--lower", action="store_true", help="lower for CUDA, without a GPU")
     arguments = options.parse_args()
     if not (on_gpu or arguments.lower or arguments.tiny):

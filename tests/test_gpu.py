@@ -54,6 +54,27 @@ def test_cudnn_is_the_definition(case):
     check_definition(attend, arrays, normalizer, rtol=2e-2, atol=2e-2, slope_tolerance=1e-2, **options)
 
 
+@pytest.mark.parametrize("normalizer", ["softmax", "softmax1"])
+@pytest.mark.parametrize("case", ["length", "mask", "low", "bias"])
+def test_what_has_made_nan_in_other_kernels(normalizer, case):
+    """Lengths that are odd multiples of 64, masks, normalizers below the least float32, a bias of another dtype."""
+    q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv(192, 192, width=64))
+    if case == "low":  # logits of about -200
+        q, k = jnp.full_like(q, 5.0), jnp.full_like(k, -5.0) + k
+    options = {"is_causal": True, "normalizer": normalizer}
+    if case == "mask":
+        options["mask"] = jnp.asarray(np.random.default_rng(0).random((2, 1, 192, 192)) < 0.5)
+    if case == "bias":
+        options["bias"] = jnp.asarray(normal(1, 4, 192, 192, seed=5), jnp.float32)
+
+    def loss(implementation, *arrays):
+        return jnp.sum(dot_product_attention(*arrays, implementation=implementation, **options).astype(jnp.float32))
+
+    slopes = [jax.grad(loss, argnums=(1, 2, 3))(name, q, k, v) for name in ("cudnn", "xla")]
+    for got, wanted in zip(*slopes, strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), wanted.astype(jnp.float32), rtol=5e-2, atol=5e-2)
+
+
 def test_device_picks_cudnn_but_not_for_float32():
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv(256, 256, width=64))
     with warnings.catch_warnings():

@@ -155,6 +155,15 @@ def test_benchmark_prints_a_table_of_ratios(name):
     assert all(float(row[heading.index("ratio")]) > 0 for row in rows)
 
 
+def test_orthoadam_sends_what_adam_sends_and_muon_little_more():
+    flags = ("--tiny", "--json", "--mesh=1x8x1", "--optimizers=adam,orthoadam,muon")
+    adam, ortho, muon = json.loads(run("benchmarks/collectives.py", *flags))["rows"]
+    assert adam["GB/step/device"] > 0.004  # all kernels and the table, there and back
+    assert ortho["/ first"] == pytest.approx(1.0, abs=1e-4)
+    assert 1.0 < muon["/ first"] < 1.1
+    assert [of["all-to-all GB"] > 0 for of in (adam, ortho, muon)] == [False, False, True]
+
+
 @slow
 def test_variants_of_the_step_are_timed_and_lowered():
     environment, *rows = map(json.loads, run("benchmarks/gpu_step.py", *TINY).splitlines())
