@@ -42,6 +42,9 @@ class RotationConfig:
         check_fields(self, "optim.rotation")
 
 
+_MOMENTS = ("float32", "bfloat16", "int8", "int4")  # dtypes
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """The optimizer and its learning-rate schedule (linear warm-up, then cosine decay).
@@ -62,8 +65,8 @@ class OptimConfig:
       muon_embeddings: With `muon`, the optimizer of the embeddings and the head. OSP, arXiv 2506.19697, compares
         `muon`, there for all matrices, with `adam`; `orthoadam` is Adam in the basis of `rotation`, along d_model. None
         is Adam for embeddings and Muon for an untied head.
-      mu_dtype: Dtype of first moments and of Muon's momentum, which bfloat16 halves.
-      nu_dtype: Dtype of second moments; those of bfloat16 hardly move with b2 = 0.999.
+      mu_dtype: Dtype of first moments and of Muon's momentum; `int8` and `int4` (not of Muon) keep blocks with a scale.
+      nu_dtype: Dtype of second moments; those of bfloat16 hardly move with b2 = 0.999, `int8` and `int4` keep the root.
       ns_dtype: Dtype of Muon's Newton-Schulz steps, and of what devices exchange for them.
       weight_decay: Decoupled weight decay, scaled by the learning rate; only on kernels and embeddings.
       clip_norm: Largest global gradient norm; None never clips.
@@ -80,8 +83,8 @@ class OptimConfig:
     eps: float = setting(1e-8, POSITIVE)
     momentum: float | None = setting(None, _DECAY)
     muon_embeddings: Literal["muon", "adam", "orthoadam"] | None = None
-    mu_dtype: Literal["float32", "bfloat16"] = "float32"
-    nu_dtype: Literal["float32", "bfloat16"] = "float32"
+    mu_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    nu_dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     ns_dtype: Literal["float32", "bfloat16"] = "float32"
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     clip_norm: float | None = setting(1.0, POSITIVE)
@@ -98,10 +101,10 @@ class OptimConfig:
             allowed = f"{' | '.join(known)}, or module:function"
             raise UserError(f"optim.optimizer={name!r} is not valid", allowed=allowed, hint=nearest(name, known))
         by_name, chosen = f"is not read by optim.optimizer={name!r}", f"muon_embeddings={embeddings!r}"
-        dtypes = (self.mu_dtype, self.nu_dtype)
+        allowed = {"muon": ("float32", "bfloat16"), "adam": _MOMENTS, "orthoadam": _MOMENTS}.get(name, ("float32",))
         return [
-            (dtypes == ("float32",) * 2 or name in ("adam", "orthoadam", "muon") or ":" in name,
-             f"mu_dtype={self.mu_dtype!r}, nu_dtype={self.nu_dtype!r} {by_name}", "float32"),
+            (all(dtype in allowed for dtype in (self.mu_dtype, self.nu_dtype)),
+             f"mu_dtype={self.mu_dtype!r}, nu_dtype={self.nu_dtype!r} {by_name}", " | ".join(allowed)),
             (self.ns_dtype == "float32" or name == "muon" or ":" in name, f"ns_dtype={self.ns_dtype!r} {by_name}",
              "float32"),
             (not self.momentum or name in ("sgd", "muon") or ":" in name, f"momentum={self.momentum} {by_name}",

@@ -14,6 +14,7 @@ from orthojax.optim.layout import zero1 as zero1
 from orthojax.optim.muon import muon_orthoadam as muon_orthoadam
 from orthojax.optim.muon import scale_by_muon_orthoadam as scale_by_muon_orthoadam
 from orthojax.optim.orthoadam import orthoadam as orthoadam
+from orthojax.optim.orthoadam import scale_by_adam as scale_by_adam
 from orthojax.optim.orthoadam import scale_by_orthoadam as scale_by_orthoadam
 from orthojax.optim.orthoadam import warmup_cosine as warmup_cosine
 from orthojax.optim.rotation import Rotation as Rotation

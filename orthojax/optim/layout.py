@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from orthojax.ops.packing import Packed
 from orthojax.optim.rotation import Rotation, leaf_path, leaf_paths, plan_tree
 
 Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is sharded over
@@ -231,8 +232,15 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
     def of_moment(moment: Any, param: Any, sharding: NamedSharding) -> Any:
         if isinstance(moment, optax.MaskedNode):
             return moment
+        if isinstance(moment, Packed):
+            return jax.tree.map(lambda part: of_part(part, sharding), moment)
         like = moment.shape == jnp.shape(param)
         return _canonical(mesh, _dimension_names(sharding, len(moment.shape))) if like else everywhere(moment)
+
+    def of_part(part: Any, sharding: NamedSharding) -> NamedSharding:
+        *names, last = _dimension_names(sharding, len(part.shape))
+        width = math.prod(mesh.shape[name] for name in last)
+        return _canonical(mesh, [*names, last if part.shape[-1] % width == 0 else ()])
 
     return optax.tree.map_params(
         optimizer,
@@ -241,5 +249,5 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
         params,
         shardings,
         transform_non_params=lambda subtree: jax.tree.map(everywhere, subtree),
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode | Packed),
     )

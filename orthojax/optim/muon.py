@@ -26,8 +26,8 @@ from orthojax.optim.orthoadam import (
     check_dtypes,
     check_hyperparams,
     decayed_and_scaled,
+    scale_by_adam,
     scale_by_orthoadam,
-    with_nu_dtype,
 )
 from orthojax.optim.rotation import (
     DEFAULT_ROTATION,
@@ -95,7 +95,7 @@ def scale_by_muon_orthoadam(
 
     def parts(tree: Any) -> optax.GradientTransformationExtraArgs:
         found = _groups_of(rotation, embeddings, groups, tree)
-        adam = with_nu_dtype(optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype), nu_dtype)
+        adam = scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype, nu_dtype=nu_dtype)
         orthogonalize = functools.partial(_orthogonalize, found, rotation.layout, ns_dtype)
         # Chained, as in checkpoints of 0.1.
         muon = optax.chain(_scale_by_muon(momentum, mu_dtype, orthogonalize), optax.identity())

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orthojax.ops.packing import bits_of
 from orthojax.ops.statistics import real_array
+from orthojax.optim.few_bits import scale_by_adam_of_few_bits
 from orthojax.optim.rotation import DEFAULT_ROTATION, Rotation, describable, describe
 from orthojax.optim.transform import in_rotated_basis
 
@@ -45,9 +47,12 @@ def scale_by_orthoadam(
       b2: Decay of the second moment.
       eps: Added to the root of the second moment.
       eps_root: Added inside the root.
-      mu_dtype: Dtype of the first moment; None means the parameter's.
+      mu_dtype: Dtype of the first moment; None means the parameter's. "int8" and "int4" keep codes and a float32 scale
+        for each 256 or 64 values along the last axis: with both moments 0.25 and 0.14 of the bytes of float32. Arrays
+        of fewer than 4,096 elements, or without such blocks, stay float.
       nu_dtype: Dtype of the second moment, in which the step is computed; None means the parameter's. Use float32 for
-        bfloat16 parameters: b2 = 0.999 hardly moves a second moment of 8 bits.
+        bfloat16 parameters: b2 = 0.999 hardly moves a second moment of 8 bits. "int8" and "int4" keep its root, and
+        compute in float32.
       rotation: The basis.
 
     Returns:
@@ -72,12 +77,27 @@ def scale_by_orthoadam(
       A gradient that is exactly 0 in the rotated basis becomes rounding noise, which Adam amplifies to a step of full
       size; gradients on real data are not like this, but an all-ones test gradient under `hadamard` is.
     """
+    adam = scale_by_adam(b1, b2, eps, eps_root=eps_root, mu_dtype=mu_dtype, nu_dtype=nu_dtype)
+    made = in_rotated_basis(adam, rotation)
+    return describable(made, lambda params: describe(rotation, params))
+
+
+def scale_by_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+) -> optax.GradientTransformation:
+    """Makes `optax.scale_by_adam` with a dtype for each moment, also "int8" and "int4"; see `scale_by_orthoadam`."""
     hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
     check_hyperparams(hyperparams)
-    check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype})
-    adam = optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype)
-    made = in_rotated_basis(with_nu_dtype(adam, nu_dtype), rotation)
-    return describable(made, lambda params: describe(rotation, params))
+    check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}, packed=True)
+    if any(bits_of(dtype) for dtype in (mu_dtype, nu_dtype)):
+        return scale_by_adam_of_few_bits(**hyperparams, mu_dtype=mu_dtype, nu_dtype=nu_dtype)
+    return _with_nu_dtype(optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype), nu_dtype)
 
 
 def check_hyperparams(given: Mapping[str, Any]) -> None:
@@ -89,14 +109,14 @@ def check_hyperparams(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}; allowed: 0 <= {name} < {limit:g}")
 
 
-def check_dtypes(given: Mapping[str, Any]) -> None:
-    """Refuses dtypes of moments that are not floating."""
+def check_dtypes(given: Mapping[str, Any], packed: bool = False) -> None:
+    """Refuses dtypes of moments that are neither floating nor, if `packed`, int8 or int4."""
     for name, dtype in given.items():
-        is_floating = dtype is None
+        is_known = dtype is None or (packed and bits_of(dtype) is not None)
         with contextlib.suppress(TypeError, ValueError):
-            is_floating = is_floating or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-        if not is_floating:
-            raise ValueError(f"{name}={dtype!r}; allowed: None or a floating dtype")
+            is_known = is_known or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        if not is_known:
+            raise ValueError(f"{name}={dtype!r}; allowed: None{', int8, int4' if packed else ''} or a floating dtype")
 
 
 def _require_number(name: str, value: Any) -> None:
@@ -106,7 +126,7 @@ def _require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}; allowed: a finite number")
 
 
-def with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+def _with_nu_dtype(adam: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
     """Computes in the dtype of the second moment, None for Adam's own; the first moment stays in its dtype."""
     if dtype is None:
         return adam
@@ -153,7 +173,8 @@ def orthoadam(
       eps: Added to the root of the second moment; if gradients are far below it, the step shrinks, and so does the
         difference between bases.
       eps_root: Added inside the root; above 0 it makes the update differentiable at 0.
-      mu_dtype: Dtype of the first moment; None means the parameter's. bfloat16 saves a quarter of the state.
+      mu_dtype: Dtype of the first moment; None means the parameter's. bfloat16 saves a quarter of the state, "int8" and
+        "int4" more: see `scale_by_orthoadam`.
       nu_dtype: Dtype of the second moment; float32 is recommended for bfloat16 parameters.
       weight_decay: Strength of the decay, multiplied by the learning rate; unless it is the constant 0 the update needs
         `params`. (The default of `optax.adamw` is 1e-4.)

@@ -19,11 +19,11 @@ from orthojax.optim import (
     Rotation,
     in_rotated_basis,
     rotate,
+    scale_by_adam,
     scale_by_muon_orthoadam,
     scale_by_orthoadam,
     warmup_cosine,
 )
-from orthojax.optim.orthoadam import with_nu_dtype
 
 Layout = Callable[[str], jax.sharding.Sharding | None]
 
@@ -121,21 +121,19 @@ def _muon(config: OptimConfig, layout: Layout | None) -> optax.GradientTransform
                                    groups=group)  # fmt: skip
 
 
-def _moment_dtypes(config: OptimConfig) -> dict[str, str | None]:
+def _moment_dtypes(config: OptimConfig) -> dict[str, Any]:
     of = {"mu_dtype": config.mu_dtype, "nu_dtype": config.nu_dtype}
     return {name: None if dtype == "float32" else dtype for name, dtype in of.items()}  # None is that of parameters
 
 
 def _scaling(config: OptimConfig, layout: Layout | None) -> optax.GradientTransformation:
     """Makes the optimizer itself, before weight decay and learning rate."""
-    b1, b2, eps, dtypes = config.b1, config.b2, config.eps, _moment_dtypes(config)
+    b1, b2, eps = config.b1, config.b2, config.eps
     if config.optimizer == "orthoadam":
         rotation = make_rotation(config.rotation, layout)
-        return scale_by_orthoadam(b1, b2, eps, **dtypes, rotation=rotation)
+        return scale_by_orthoadam(b1, b2, eps, **_moment_dtypes(config), rotation=rotation)
     scalings: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adam": lambda: with_nu_dtype(
-            optax.scale_by_adam(b1, b2, eps, mu_dtype=dtypes["mu_dtype"]), dtypes["nu_dtype"]
-        ),
+        "adam": lambda: scale_by_adam(b1, b2, eps, **_moment_dtypes(config)),
         # RMSProp is Adam without a first moment, bias correction included.
         "rmsprop": lambda: optax.scale_by_adam(0.0, b2, eps),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
