@@ -13,12 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orthojax import Rotation, orthoadam, scale_by_orthoadam
-from orthojax.ops.packing import Packed, block_of, pack, unpack
+from orthojax.ops.packing import Packed, pack, packing_of, unpack
 from orthojax.optim import layout_of, scale_by_adam, state_shardings
 
 B1, B2, EPS = 0.8, 0.95, 1e-6
 SHAPES = {"wte": (256, 64), "kernel": (64, 256), "norm/scale": (64,), "odd": (64, 127)}
 BITS = {"int8": 8, "int4": 4}
+NEAREST = {bits: packing_of(dtype)._replace(at_random=False) for dtype, bits in BITS.items()}
 
 
 def drawn(seed, shapes=SHAPES):
@@ -28,7 +29,7 @@ def drawn(seed, shapes=SHAPES):
 
 def numpy_levels(x, bits, signed):
     """The levels of each block, as the docstring of `pack` has them, and what they stand for."""
-    block = block_of(x.shape, bits)
+    block = NEAREST[bits].block_of(x.shape)
     blocks = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, block)
     scales = np.abs(blocks).max(-1, keepdims=True)
     steps = 2 ** (bits - 1) - 1 if signed else 2**bits
@@ -51,7 +52,7 @@ def test_values_are_rounded_to_the_nearest_level(bits, signed, shape, exponent, 
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * np.float32(10.0**exponent)
     x[0] = 0.0
     x = x if signed else np.abs(x)
-    packed = pack(jnp.asarray(x), bits, signed=signed)
+    packed = pack(jnp.asarray(x), NEAREST[bits], signed=signed)
     assert packed.codes.size == x.size * bits // 8
     got, unit = np.asarray(unpack(packed, bits, signed=signed), np.float64), numpy_levels(x, bits, signed)[1]
     np.testing.assert_array_equal(got[0], 0.0)
@@ -63,14 +64,14 @@ def test_values_are_rounded_to_the_nearest_level(bits, signed, shape, exponent, 
 def test_a_nan_is_seen_and_not_the_block_beside():
     x = jnp.ones((64, 128)).at[3, 70].set(jnp.nan)
     for bits in (4, 8):
-        back = np.asarray(unpack(pack(x, bits, signed=True), bits, signed=True))
+        back = np.asarray(unpack(pack(x, NEAREST[bits], signed=True), bits, signed=True))
         assert np.isnan(back[3, 70])
         np.testing.assert_array_equal(back[:3], 1.0)
 
 
-def numpy_adam(gradients, dtype):
+def numpy_adam(gradients, bits):
     """Adam whose moments are rounded to the nearest level after each step, in float64."""
-    bits, mu, nu, steps = BITS[dtype], 0.0, 0.0, []
+    mu, nu, steps = 0.0, 0.0, []
     for t, g in enumerate(np.asarray(gradients, np.float64), 1):
         mu, nu = B1 * mu + (1 - B1) * g, B2 * nu + (1 - B2) * g**2
         steps.append(mu / (1 - B1**t) / (np.sqrt(nu / (1 - B2**t)) + EPS))
@@ -78,12 +79,13 @@ def numpy_adam(gradients, dtype):
     return steps
 
 
-def test_eight_bits_are_adam_with_rounded_moments():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_is_adam_with_rounded_moments(bits):
     """Values within rounding of half a level may go either way: a step differs by a level in few places."""
     gradients = [drawn(seed)["kernel"] for seed in range(3)]
-    optimizer = scale_by_adam(B1, B2, EPS, mu_dtype="int8", nu_dtype="int8")
+    optimizer = scale_by_adam(B1, B2, EPS, mu_dtype=NEAREST[bits], nu_dtype=NEAREST[bits])
     state = optimizer.init({"kernel": gradients[0]})
-    for g, wanted in zip(gradients, numpy_adam(gradients, "int8"), strict=True):
+    for g, wanted in zip(gradients, numpy_adam(gradients, bits), strict=True):
         step, state = optimizer.update({"kernel": g}, state)
         differ = np.abs(np.asarray(step["kernel"]) - wanted) > 1e-4 * np.maximum(1.0, np.abs(wanted))
         assert differ.mean() < 1e-3

@@ -40,7 +40,7 @@ ROTATIONS = [
     (lambda _, hyperparameter: optim.scale_by_orthoadam(**hyperparameter), [
         (wrong, (f"{next(iter(wrong))}=", "allowed")) for wrong in (
             {"b1": 1.0}, {"b2": 1.5}, {"b1": -0.1}, {"b2": np.nan}, {"eps": -1e-8}, {"eps": np.inf},
-            {"eps_root": -1.0}, {"nu_dtype": "int8"}, {"mu_dtype": jnp.int32},
+            {"eps_root": -1.0}, {"nu_dtype": "int16"}, {"mu_dtype": jnp.int32},
             {"mu_dtype": "x"})], ValueError),
     (lambda _, wrong: optim.orthoadam(**{"learning_rate": 0.1} | wrong), [
         (wrong, (next(iter(wrong)), "allowed")) for wrong in (

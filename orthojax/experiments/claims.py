@@ -445,10 +445,10 @@ def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
 
 
-def equivalent(says: str, after: str, before: str, **more: Any) -> Claim:
-    """Returns the claim that perplexity is the same within 1%, by two one-sided t-tests paired by seed.
+def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more: Any) -> Claim:
+    """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
 
-    Definition: the 90% confidence interval of the mean of ln(after / before) lies within +-ln 1.01, so that each
+    Definition: the 90% confidence interval of the mean of ln(after / before) lies within +-ln(1 + margin), so that each
     of the tests has a level of 5%. Too few or too scattered seeds do not show equivalence.
     """
 
@@ -459,9 +459,10 @@ def equivalent(says: str, after: str, before: str, **more: Any) -> Claim:
         if len(logs) < 2:
             return False
         low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.90) if np.ptp(logs) else (logs[0], logs[0])
-        return bool(-math.log1p(0.01) < low and high < math.log1p(0.01))
+        return bool(-math.log1p(margin) < low and high < math.log1p(margin))
 
-    words = f"90% interval of the change of perplexity from {before} to {after}, paired by seed, within 1%"
+    within_margin = f"within {100 * margin:g}%"
+    words = f"90% interval of the change of perplexity from {before} to {after}, paired by seed, {within_margin}"
     return Claim(says, check(within, after, before, words=words, shows=(PPL,)), **more)
 
 

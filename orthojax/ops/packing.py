@@ -6,11 +6,47 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Bits = Literal[4, 8]
-
-_BLOCK = {8: 256, 4: 64}  # the most values that share a scale; 4 bits of larger blocks cost perplexity
 _SMALLEST_BLOCK = 16
-_SMALLEST_SIZE = 4096  # arrays with fewer elements keep floating moments
+_SMALLEST_SIZE = 4096  # arrays with fewer elements are not packed
+
+
+class Packing(NamedTuple):
+    """How an array is rounded to few bits.
+
+    Attributes:
+      bits: 4 or 8.
+      block: The most consecutive values that share a scale.
+      at_random: Rounds to either neighbour, the nearer the likelier, so that the mean is right.
+    """
+
+    bits: Literal[4, 8]
+    block: int
+    at_random: bool
+
+    def block_of(self, shape: tuple[int, ...]) -> int | None:
+        """Returns the largest even divisor of the last axis up to `block`; None for an array that stays float.
+
+        >>> [packing_of("int4").block_of(shape) for shape in ((128, 768), (128, 96), (128, 31), (64,))]
+        [64, 48, None, None]
+        """
+        if not shape or math.prod(shape) < _SMALLEST_SIZE:
+            return None
+        divisors = (block for block in range(self.block, _SMALLEST_BLOCK - 1, -1) if shape[-1] % block == 0)
+        return next((block for block in divisors if block % 2 == 0), None)
+
+
+# 4 bits of larger blocks, or rounded to the nearest level, cost perplexity and may make outliers.
+_PACKINGS = {"int8": Packing(8, 256, at_random=False), "int4": Packing(4, 64, at_random=True)}
+
+
+def packing_of(dtype: Any) -> Packing | None:
+    """Returns what is meant by `int8` and `int4`, or a `Packing` itself; None for all else."""
+    if isinstance(dtype, Packing):
+        return dtype
+    try:
+        return _PACKINGS.get(jnp.dtype(dtype).name)
+    except TypeError:
+        return None
 
 
 class Packed(NamedTuple):
@@ -26,40 +62,19 @@ class Packed(NamedTuple):
     scales: jax.Array
 
 
-def bits_of(dtype: Any) -> Bits | None:
-    """Returns the bits of `int8` and `int4`, and None for all else."""
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        return None
-    return 8 if name == "int8" else 4 if name == "int4" else None
-
-
-def block_of(shape: tuple[int, ...], bits: int) -> int | None:
-    """Returns the block along the last axis: its largest even divisor up to 256 (8 bits) or 64; None to stay float.
-
-    >>> block_of((128, 768), 8), block_of((128, 96), 4), block_of((128, 31), 4), block_of((64,), 8)
-    (256, 48, None, None)
-    """
-    if not shape or math.prod(shape) < _SMALLEST_SIZE:
-        return None
-    divisors = (block for block in range(_BLOCK[bits], _SMALLEST_BLOCK - 1, -1) if shape[-1] % block == 0)
-    return next((block for block in divisors if block % 2 == 0), None)
-
-
-def pack(x: jax.Array, bits: int, *, signed: bool, noise: jax.Array | None = None) -> Packed:
-    """Rounds an array [..., n] with a `block_of` to few bits.
+def pack(x: jax.Array, packing: Packing, *, signed: bool, noise: jax.Array | None = None) -> Packed:
+    """Rounds an array [..., n] of whole blocks to few bits.
 
     Signed values have the levels -7 ... 7 (4 bits) or -127 ... 127, times scale / 7 or scale / 127; magnitudes have
     1 ... 16 or 1 ... 256, times scale / 16 or scale / 256, and no 0: a step is divided by them.
 
     Args:
       x: Values; without a sign they are at least 0. A block with a nan has the scale nan.
-      bits: 4 or 8.
+      packing: Bits and block.
       signed: Whether values have signs.
-      noise: Numbers in [0, 1), like x: rounds up where the fraction is larger. None rounds to the nearest.
+      noise: Numbers in [0, 1), like x, for rounding at random.
     """
-    block = block_of(x.shape, bits)
+    bits, block = packing.bits, packing.block_of(x.shape)
     assert block is not None
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scales = jnp.max(jnp.abs(blocks), axis=-1)
@@ -67,7 +82,9 @@ def pack(x: jax.Array, bits: int, *, signed: bool, noise: jax.Array | None = Non
     low, high, offset = _levels(bits, signed)
     unit = jnp.where(scales > 0, (high + offset) / jnp.where(scales > 0, scales, 1.0), 0.0)
     levels = blocks * unit[..., None] - offset
-    levels = jnp.round(levels) if noise is None else jnp.floor(levels + noise.reshape(blocks.shape))
+    levels = (
+        jnp.round(levels) if noise is None or not packing.at_random else jnp.floor(levels + noise.reshape(blocks.shape))
+    )
     levels = jnp.clip(levels, low, high).reshape(x.shape)
     if bits == 8:
         return Packed(levels.astype(jnp.int8 if signed else jnp.uint8), scales)
@@ -75,9 +92,9 @@ def pack(x: jax.Array, bits: int, *, signed: bool, noise: jax.Array | None = Non
     return Packed(pairs[..., 0] | (pairs[..., 1] << 4), scales)
 
 
-def packed_zeros(shape: tuple[int, ...], bits: int, *, signed: bool) -> Packed:
-    """Returns an array of zeros, of a shape with a `block_of`."""
-    block = block_of(shape, bits)
+def packed_zeros(shape: tuple[int, ...], packing: Packing, *, signed: bool) -> Packed:
+    """Returns zeros of a shape of whole blocks."""
+    bits, block = packing.bits, packing.block_of(shape)
     assert block is not None
     codes = jnp.zeros((*shape[:-1], shape[-1] * bits // 8), jnp.int8 if signed and bits == 8 else jnp.uint8)
     return Packed(codes, jnp.zeros((*shape[:-1], shape[-1] // block), jnp.float32))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
-from orthojax.ops.packing import Bits, bits_of, block_of, pack, packed_zeros, unpack
+from orthojax.ops.packing import Packing, pack, packed_zeros, packing_of, unpack
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim.layout import known_sharding
 from orthojax.optim.rotation import leaf_paths
@@ -39,27 +39,27 @@ class _Moment(NamedTuple):
     dtype: Any
     signed: bool  # else the root is kept
 
-    def bits(self, leaf: Any) -> Bits | None:
-        bits = bits_of(self.dtype)
-        return bits if bits and block_of(jnp.shape(leaf), bits) else None
-
-    def zeros(self, leaf: Any) -> Any:
-        if bits := self.bits(leaf):
-            return packed_zeros(jnp.shape(leaf), bits, signed=self.signed)
-        return jnp.zeros_like(leaf, dtype=self._floating_dtype(leaf))
+    def packing(self, leaf: Any) -> Packing | None:
+        packing = packing_of(self.dtype)
+        return packing if packing and packing.block_of(jnp.shape(leaf)) else None
 
     def _floating_dtype(self, leaf: Any) -> Any:
-        return jnp.result_type(leaf) if self.dtype is None or bits_of(self.dtype) else self.dtype
+        return jnp.result_type(leaf) if self.dtype is None or packing_of(self.dtype) else self.dtype
+
+    def zeros(self, leaf: Any) -> Any:
+        if packing := self.packing(leaf):
+            return packed_zeros(jnp.shape(leaf), packing, signed=self.signed)
+        return jnp.zeros_like(leaf, dtype=self._floating_dtype(leaf))
 
     def kept(self, x: jax.Array, leaf: jax.Array, noise: jax.Array | None) -> Any:
-        """Rounds a moment of the parameter, or gradient, `leaf`."""
-        if bits := self.bits(leaf):
-            return pack(x if self.signed else jnp.sqrt(x), bits, signed=self.signed, noise=noise if bits == 4 else None)
+        """Rounds a moment of the gradient `leaf`."""
+        if packing := self.packing(leaf):
+            return pack(x if self.signed else jnp.sqrt(x), packing, signed=self.signed, noise=noise)
         return x.astype(self._floating_dtype(leaf))
 
     def floating(self, kept: Any, leaf: jax.Array) -> jax.Array:
-        if bits := self.bits(leaf):
-            found = unpack(kept, bits, signed=self.signed)
+        if packing := self.packing(leaf):
+            found = unpack(kept, packing.bits, signed=self.signed)
             return found if self.signed else jnp.square(found)
         return kept.astype(wide_dtype(leaf))
 
@@ -72,10 +72,9 @@ def scale_by_adam_of_few_bits(
     mu_dtype: Any,
     nu_dtype: Any,
 ) -> optax.GradientTransformation:
-    """Makes Adam with the state of `optax.scale_by_adam`, whose moments of "int8" and "int4" are `Packed`.
+    """Makes Adam with the state of `optax.scale_by_adam`, whose moments of "int8", "int4" or a `Packing` are `Packed`.
 
-    The step is computed from moments in float, which are rounded afterwards: the first moment and the root of the
-    second, 8 bits to the nearest level and 4 bits at random, so that small updates are not lost.
+    The step is computed from moments in float, of which the first and the root of the second are rounded afterwards.
     """
     of_mu, of_nu = _Moment(mu_dtype, signed=True), _Moment(nu_dtype, signed=False)
 
@@ -93,15 +92,18 @@ def scale_by_adam_of_few_bits(
                 return new(count, g, mu, nu)
             # Which parts of a reshaped axis are where is the compiler's.
             like = jax.tree.map(lambda x: jax.typeof(x).sharding, (g, mu, nu))
-            return jax.sharding.auto_axes(new, out_sharding=like)(count, g, mu, nu)
+            automatic: Any = jax.sharding.auto_axes(new, out_sharding=like)
+            return automatic(count, g, mu, nu)
 
-        def step(path: str, count: jax.Array, g: jax.Array, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+        def step(path: str, count: Any, g: jax.Array, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
             wide = g.astype(wide_dtype(g))
             mu = b1 * of_mu.floating(mu, g) + (1 - b1) * wide
             nu = b2 * of_nu.floating(nu, g) + (1 - b2) * jnp.square(wide)
             c1, c2 = (1 - jnp.asarray(b, wide.dtype) ** count for b in (b1, b2))
             s = (mu / c1) / (jnp.sqrt(nu / c2 + eps_root) + eps)
-            noise = _noise(path, count, g) if 4 in (of_mu.bits(g), of_nu.bits(g)) else (None, None)
+            packings = (moment.packing(g) for moment in (of_mu, of_nu))
+            at_random = any(packing is not None and packing.at_random for packing in packings)
+            noise = _noise(path, count, g) if at_random else (None, None)
             return s.astype(g.dtype), of_mu.kept(mu, g, noise[0]), of_nu.kept(nu, g, noise[1])
 
         leaves, treedef = jax.tree.flatten(updates)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orthojax.ops.packing import bits_of
+from orthojax.ops.packing import packing_of
 from orthojax.ops.statistics import real_array
 from orthojax.optim.few_bits import scale_by_adam_of_few_bits
 from orthojax.optim.rotation import DEFAULT_ROTATION, Rotation, describable, describe
@@ -95,7 +95,7 @@ def scale_by_adam(
     hyperparams: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
     check_hyperparams(hyperparams)
     check_dtypes({"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}, packed=True)
-    if any(bits_of(dtype) for dtype in (mu_dtype, nu_dtype)):
+    if any(packing_of(dtype) for dtype in (mu_dtype, nu_dtype)):
         return scale_by_adam_of_few_bits(**hyperparams, mu_dtype=mu_dtype, nu_dtype=nu_dtype)
     return _with_nu_dtype(optax.scale_by_adam(**hyperparams, mu_dtype=mu_dtype), nu_dtype)
 
@@ -112,7 +112,7 @@ def check_hyperparams(given: Mapping[str, Any]) -> None:
 def check_dtypes(given: Mapping[str, Any], packed: bool = False) -> None:
     """Refuses dtypes of moments that are neither floating nor, if `packed`, int8 or int4."""
     for name, dtype in given.items():
-        is_known = dtype is None or (packed and bits_of(dtype) is not None)
+        is_known = dtype is None or (packed and packing_of(dtype) is not None)
         with contextlib.suppress(TypeError, ValueError):
             is_known = is_known or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         if not is_known:
