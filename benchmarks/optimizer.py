@@ -25,9 +25,16 @@ def optimizers(d_model: int) -> dict[str, optax.GradientTransformation]:
     return {
         "optax.adamw": optax.adamw(**settings),
         "orthoadam, hadamard": orthoadam(**settings, rotation=Rotation("hadamard", axes=d_model)),
+        "orthoadam, int8": orthoadam(**settings, **moments("int8"), rotation=Rotation(axes=d_model)),
+        "orthoadam, int4": orthoadam(**settings, **moments("int4"), rotation=Rotation(axes=d_model)),
         "orthoadam, haar": orthoadam(**settings, rotation=Rotation("haar", axes=d_model)),
         "optax.contrib.muon": optax.contrib.muon(**settings),
     }
+
+
+def moments(dtype: str) -> dict[str, Any]:
+    """Returns the argument of both moments' dtypes."""
+    return {"mu_dtype": dtype, "nu_dtype": dtype}
 
 
 def stepper(optimizer: optax.GradientTransformation, params: Any, gradients: Any) -> tuple[Callable[[], Any], Any]:

@@ -140,7 +140,11 @@ def test_the_real_model_prints_the_saved_lines(tmp_path):
 TINY = ("--tiny", "--repeats=2")
 COMPARED = {
     "attention": {"softmax", "softmax1", "learned sink", "softmax of jax.nn"},
-    "optimizer": {"optax.adamw", "orthoadam, hadamard", "orthoadam, haar", "optax.contrib.muon"},
+    "optimizer": {
+        "optax.adamw",
+        "optax.contrib.muon",
+        *(f"orthoadam, {of}" for of in ("hadamard", "haar", "int8", "int4")),
+    },
     "training": {"vanilla", "cured", "plain flax + optax"},
     "loop": {"one step per dispatch", "several steps per dispatch", "plain flax + optax"},
 }

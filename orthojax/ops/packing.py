@@ -53,8 +53,8 @@ class Packed(NamedTuple):
     """An array [..., n] of few bits.
 
     Attributes:
-      codes: int8 [..., n] or, of magnitudes, uint8 [..., n]; with 4 bits uint8 [..., n / 2], two to a byte, the even
-        position in the low half.
+      codes: int8 [..., n / block, block] or, of magnitudes, uint8; with 4 bits uint8 [..., n / block, block / 2], two
+        to a byte: those of the first half of a block in the low bits.
       scales: float32 [..., n / block], the largest absolute value of each block of consecutive values.
     """
 
@@ -69,7 +69,7 @@ def pack(x: jax.Array, packing: Packing, *, signed: bool, noise: jax.Array | Non
     1 ... 16 or 1 ... 256, times scale / 16 or scale / 256, and no 0: a step is divided by them.
 
     Args:
-      x: Values; without a sign they are at least 0. A block with a nan has the scale nan.
+      x: Values; without a sign they are at least 0. A block with a nan has the scale inf.
       packing: Bits and block.
       signed: Whether values have signs.
       noise: Numbers in [0, 1), like x, for rounding at random.
@@ -77,27 +77,27 @@ def pack(x: jax.Array, packing: Packing, *, signed: bool, noise: jax.Array | Non
     bits, block = packing.bits, packing.block_of(x.shape)
     assert block is not None
     blocks = x.reshape(*x.shape[:-1], -1, block)
-    scales = jnp.max(jnp.abs(blocks), axis=-1)
-    scales = jnp.where(jnp.isnan(jnp.sum(blocks, axis=-1)), jnp.nan, scales)  # a CPU's largest may leave it out
+    scales = jnp.max(jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks)), axis=-1)  # a CPU's may leave out a nan
     low, high, offset = _levels(bits, signed)
     unit = jnp.where(scales > 0, (high + offset) / jnp.where(scales > 0, scales, 1.0), 0.0)
     levels = blocks * unit[..., None] - offset
-    levels = (
-        jnp.round(levels) if noise is None or not packing.at_random else jnp.floor(levels + noise.reshape(blocks.shape))
-    )
-    levels = jnp.clip(levels, low, high).reshape(x.shape)
+    if packing.at_random:
+        assert noise is not None
+        levels = jnp.floor(levels + noise.reshape(blocks.shape))
+    levels = jnp.clip(jnp.round(levels), low, high)
     if bits == 8:
         return Packed(levels.astype(jnp.int8 if signed else jnp.uint8), scales)
-    pairs = (levels - low).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
-    return Packed(pairs[..., 0] | (pairs[..., 1] << 4), scales)
+    codes = (levels[..., : block // 2] - low) + 16 * (levels[..., block // 2 :] - low)
+    return Packed(codes.astype(jnp.uint8), scales)
 
 
 def packed_zeros(shape: tuple[int, ...], packing: Packing, *, signed: bool) -> Packed:
     """Returns zeros of a shape of whole blocks."""
     bits, block = packing.bits, packing.block_of(shape)
     assert block is not None
-    codes = jnp.zeros((*shape[:-1], shape[-1] * bits // 8), jnp.int8 if signed and bits == 8 else jnp.uint8)
-    return Packed(codes, jnp.zeros((*shape[:-1], shape[-1] // block), jnp.float32))
+    blocks = (*shape[:-1], shape[-1] // block)
+    codes = jnp.zeros((*blocks, block * bits // 8), jnp.int8 if signed and bits == 8 else jnp.uint8)
+    return Packed(codes, jnp.zeros(blocks, jnp.float32))
 
 
 def unpack(packed: Packed, bits: int, *, signed: bool) -> jax.Array:
@@ -105,10 +105,10 @@ def unpack(packed: Packed, bits: int, *, signed: bool) -> jax.Array:
     low, high, offset = _levels(bits, signed)
     codes = packed.codes
     if bits == 4:
-        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-2).reshape(*packed.scales.shape, -1)
     levels = codes.astype(packed.scales.dtype) + (low if bits == 4 else 0) + offset
-    blocks = levels.reshape(*packed.scales.shape, -1) * (packed.scales / (high + offset))[..., None]
-    return blocks.reshape(codes.shape)
+    blocks = levels * (packed.scales / (high + offset))[..., None]
+    return blocks.reshape(*packed.scales.shape[:-1], -1)
 
 
 def _levels(bits: int, signed: bool) -> tuple[int, int, int]:

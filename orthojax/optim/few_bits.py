@@ -99,6 +99,7 @@ def scale_by_adam_of_few_bits(
             wide = g.astype(wide_dtype(g))
             mu = b1 * of_mu.floating(mu, g) + (1 - b1) * wide
             nu = b2 * of_nu.floating(nu, g) + (1 - b2) * jnp.square(wide)
+            mu, nu = jax.lax.optimization_barrier((mu, nu))  # else all is computed again for scales and for codes
             c1, c2 = (1 - jnp.asarray(b, wide.dtype) ** count for b in (b1, b2))
             s = (mu / c1) / (jnp.sqrt(nu / c2 + eps_root) + eps)
             packings = (moment.packing(g) for moment in (of_mu, of_nu))

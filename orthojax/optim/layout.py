@@ -233,14 +233,12 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
         if isinstance(moment, optax.MaskedNode):
             return moment
         if isinstance(moment, Packed):
-            return jax.tree.map(lambda part: of_part(part, sharding), moment)
+            *names, last = _dimension_names(sharding, moment.scales.ndim)
+            width = math.prod(mesh.shape[name] for name in last)
+            last = last if moment.scales.shape[-1] % width == 0 else ()  # a block is on one device
+            return jax.tree.map(lambda part: _canonical(mesh, [*names, last, ()][: part.ndim]), moment)
         like = moment.shape == jnp.shape(param)
         return _canonical(mesh, _dimension_names(sharding, len(moment.shape))) if like else everywhere(moment)
-
-    def of_part(part: Any, sharding: NamedSharding) -> NamedSharding:
-        *names, last = _dimension_names(sharding, len(part.shape))
-        width = math.prod(mesh.shape[name] for name in last)
-        return _canonical(mesh, [*names, last if part.shape[-1] % width == 0 else ()])
 
     return optax.tree.map_params(
         optimizer,
