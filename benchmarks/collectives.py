@@ -56,7 +56,7 @@ def config_of(arguments: argparse.Namespace, optimizer: str, sizes: tuple[int, .
         optim=OPTIMIZERS[optimizer],
         data=DataConfig(sequence_length=options["max_length"]),
         train=TrainConfig(steps=10_000, batch_size=8 * math.prod(sizes), accumulation_steps=parts),
-        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
+        mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor, gather_table=arguments.gather_table),
     )
 
 
@@ -160,6 +160,7 @@ def main() -> None:
     options.add_argument("--mesh", default="1x8x1,2x2x2", help="data x fsdp x tensor, several with commas")
     options.add_argument("--optimizers", default="adam,orthoadam,muon", help=", ".join(OPTIMIZERS))
     options.add_argument("--accumulation", type=int, default=1, help="accumulation_steps")
+    options.add_argument("--gather_table", action="store_true", help="mesh.gather_table")
     options.add_argument("--platform", default="cpu", choices=("cpu", "cuda"))
     options.add_argument("--tiny", action="store_true", help="a small model: shows that it runs")
     options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

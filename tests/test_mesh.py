@@ -37,7 +37,7 @@ LLAMA = dataclasses.replace(CONFIG, model=llama2("tiny", **SIZE, num_kv_heads=2,
 
 
 def on(config, data=1, fsdp=1, tensor=1, **changes):
-    return dataclasses.replace(replace(config, changes), mesh=MeshConfig(data, fsdp, tensor))
+    return replace(config, {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor} | changes)
 
 
 def tokens(step):
@@ -227,6 +227,15 @@ def test_losses_and_parameters_on_three_axes_briefly():
     got, _, state = run(on(SMALL, 2, 2, 2), 4, start=jax.device_get(init_state(SMALL)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     assert_trees_close(state.params, final.params, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_that_is_gathered_once(tied):
+    config = replace(SMALL, {"model.tie_embeddings": tied})
+    want, _, _ = on_one_device(config, 4)
+    got, _, _ = run(on(config, 1, 4, 2, **{"mesh.gather_table": True}), 4)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

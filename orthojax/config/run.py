@@ -230,11 +230,14 @@ class MeshConfig:
         them (ZeRO stage 1).
       fsdp: Shards of parameters, gradients and moments, each with its own rows (ZeRO stage 3).
       tensor: Shards of heads, MLP width and vocabulary, which work on the same rows (tensor parallelism).
+      gather_table: Gather an `fsdp` part of the token embedding once a step, in the model's dtype, for look-ups and a
+        tied head; otherwise each gathers its own. Less is sent, and each device holds the table for longer.
     """
 
     data: int = setting(1, _DEVICES, affects="computation")
     fsdp: int = setting(1, _DEVICES, affects="computation")
     tensor: int = setting(1, _DEVICES, affects="computation")
+    gather_table: bool = setting(False, affects="computation")
 
     def __post_init__(self):
         check_fields(self, "mesh")

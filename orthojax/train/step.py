@@ -318,6 +318,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         penalty=train.activation_penalty,
         packed=config.data.pack,
         drawn=None if task is None else (task, train.batch_size),
+        gather_table=config.mesh.gather_table,
     )
 
 
@@ -334,6 +335,7 @@ def _build(
     penalty: float,
     packed: bool,
     drawn: tuple[BigramBackcopy, int] | None,
+    gather_table: bool,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
@@ -354,6 +356,9 @@ def _build(
             return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        if gather_table:
+            table = params["token_embedding"]["embedding"].astype(model_config.dtype)
+            params = params | {"token_embedding": {"embedding": constrain(table, PartitionSpec("tensor"))}}
         return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype, penalty=penalty, packed=packed)
 
     def draw(seed_and_number: jax.Array) -> jax.Array:
