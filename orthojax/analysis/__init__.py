@@ -30,6 +30,7 @@ from orthojax.analysis.attention import first_attention_mass as first_attention_
 from orthojax.analysis.attention import first_attention_mass_by_head as first_attention_mass_by_head
 from orthojax.analysis.attention import gu_sink_rate as gu_sink_rate
 from orthojax.analysis.attention import head_activity as head_activity
+from orthojax.analysis.attention import max_attention_logit_by_head as max_attention_logit_by_head
 from orthojax.analysis.attention import mean_weights_by_key as mean_weights_by_key
 from orthojax.analysis.attention import null_mass_by_head as null_mass_by_head
 from orthojax.analysis.attention import sink_rate as sink_rate

@@ -165,6 +165,16 @@ def attention_entropy_by_head(weights: ArrayLike) -> jax.Array:
     return jnp.mean(entropy + jax.scipy.special.entr(rest), axis=(0, 2))
 
 
+def max_attention_logit_by_head(logits: ArrayLike, visible: ArrayLike) -> jax.Array:
+    """Largest attention logit of each head over sequences, queries and the keys that they see: [N].
+
+    Definition: S_max of QK-clip (Kimi K2, arXiv 2507.20534), which scales queries and keys of a head down once it
+    exceeds a threshold of 100; here of all sequences. Logits [B, N, T, S] are scaled and capped, `visible` is bool and
+    broadcast against them.
+    """
+    return jnp.max(jnp.where(visible, at_least_float32(logits), -jnp.inf), axis=(0, 2, 3))
+
+
 def head_activity(head_norms: ArrayLike, residual_before: ArrayLike) -> jax.Array:
     """Activity of a head at a query, the relative change of the residual stream: ||W_o^h sum_j A_ij v_j|| / ||x_i||.
 

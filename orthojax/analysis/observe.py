@@ -24,7 +24,8 @@ from orthojax.model import Interventions, LoadedModel, Taps, mesh_of
 if TYPE_CHECKING:
     from orthojax.model import Transformer
 
-_MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest")  # although each layer's value is a mean
+_MAX_LOGIT = "max_attention_logit"  # the largest over heads and layers
+_MAXIMUM_OVER_LAYERS = ("sink_attention", "sink_attention_rest", _MAX_LOGIT)  # each layer's value may be a mean
 _OSP_BEFORE = "osp_kurtosis_before"  # of what a layer reads, which for layer 0 are the embeddings
 _BY_CHANNEL = "max_abs_by_channel"  # no mean over heads
 _NO_METRICS = (_BY_CHANNEL, _OSP_BEFORE)
@@ -98,6 +99,7 @@ def observe_language_model(
         sums["sink_logit_gap"] = backcopy.sink_logit_gap_sum(
             taps.attention_logits, jnp.zeros(taps.residual.shape[:2], bool), visible=taps.visible
         )
+        maximum[_MAX_LOGIT] = attention.max_attention_logit_by_head(taps.attention_logits, taps.visible)
         maximum[_BY_CHANNEL] = jnp.max(jnp.abs(taps.residual.astype(jnp.float32)), axis=(0, 1))
     return _statistics(taps.residual.shape[0], means, sums, maximum, jnp.any(taps.visible))
 
@@ -218,7 +220,8 @@ def finalize(statistics: Statistics, *, by_head: bool = False) -> dict[str, floa
         if name in _NO_METRICS:
             continue
         has = np.ones_like(attends) if _of_hidden_states(name) else attends
-        layers = mean.mean(axis=tuple(range(statistics.sequences.ndim, mean.ndim)))  # over heads, if it has any
+        over_heads = np.max if name == _MAX_LOGIT else np.mean
+        layers = over_heads(mean, axis=tuple(range(statistics.sequences.ndim, mean.ndim)))
         reduce = np.max if name in _MAXIMUM_OVER_LAYERS or name.endswith("_maximum") else np.mean
         metrics[name] = float(reduce(layers[has])) if has.any() else math.nan
         if name == "osp_kurtosis":

@@ -1,9 +1,12 @@
 """The card of a model: `card` measures a loaded model as `orthojax analyze` does, in Python.
 
-`text` makes rows of a model's tokens, `measures` measures in stages that can be kept, `page` shows cards and
-measured models as tables and pictures, which needs the extra `reports`.
+`text` makes rows of a model's tokens, `measures` measures in stages that can be kept, `rounding` says what rounding
+costs and what helps, `findings` say it in three sentences, `page` shows cards and measured models as tables and
+pictures, which needs the extra `reports`.
 """
 
+from orthojax.cards.findings import Finding as Finding
+from orthojax.cards.findings import findings as findings
 from orthojax.cards.measures import Measured as Measured
 from orthojax.cards.measures import Stages as Stages
 from orthojax.cards.measures import measure as measure

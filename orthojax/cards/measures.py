@@ -5,29 +5,22 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from orthojax import analysis, quant
+from orthojax.cards.rounding import Rounding, mean_and_error
 from orthojax.config import Config
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import UserError
 from orthojax.files import finite, kept, read_with_digest
-from orthojax.model import LoadedModel, Transformer
+from orthojax.model import LoadedModel
 from orthojax.ops.cross_entropy import perplexity
-from orthojax.train import Inputs, evaluate_by_head, rounded_perplexities
-from orthojax.train.evaluation import (
-    Settings,
-    cached_perplexities,
-    knock_out,
-    rotated_perplexities,
-    sliding_loss_nats,
-    streamed_perplexities,
-)
+from orthojax.train import Inputs, evaluate_by_head
+from orthojax.train.evaluation import Settings, knock_out, sliding_loss_nats, streamed_perplexities
 
 FORMATS = ("int8_fine", "int8_moderate", "int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4",
            *(name for name in quant.FLOATS if name != "fp8_e5m2"))  # fmt: skip  # E5M2 is for gradients
@@ -35,7 +28,7 @@ QUICK = ("int8_coarse", "w4a4")
 ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
 CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float
 SINKS = 4  # tokens that stay in view when a text is streamed
-_PROPAGATED, _PROPAGATED_ROWS, _STREAMED_ROWS = ("int8_coarse", "w4a4"), 2, 4
+_PROPAGATED, _STREAMED_ROWS, _SPREAD_ROWS = ("int8_coarse", "w4a4"), 4, 16
 
 Plan = dict[str, tuple[Callable[[], dict[str, Any]], tuple[Any, ...]]]  # stage -> its function, and options of it
 
@@ -101,7 +94,7 @@ def measure_model(loaded: LoadedModel, inputs: Inputs) -> Measured:
     return Measured(loaded.config, **_statistics(loaded, inputs))
 
 
-def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
+def _statistics(loaded: LoadedModel, inputs: Inputs, *, errors: bool = False) -> dict[str, Any]:
     model, rows, T = loaded.config.model, inputs.evaluation, inputs.evaluation.shape[1] - 1
     if model.attention_mask != "causal":
         problem = f"rows of next tokens for a model with attention_mask={model.attention_mask!r}"
@@ -121,7 +114,20 @@ def _statistics(loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
         section: [entry._asdict() | {"text": token_text(loaded.tokenizer, entry.token)} for entry in entries]
         for section, entries in sections.items()
     }
-    return {"metrics": metrics, "arrays": arrays, "sections": named}
+    return {"metrics": metrics, "arrays": arrays, "sections": named | {"errors": _errors(loaded, inputs) if errors else {}}}
+
+
+def _errors(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
+    """Returns the standard errors over rows of the metrics that are means over rows, from at most 16 of them."""
+    if (n := len(inputs.evaluation)) < 2:
+        return {}
+    some = np.linspace(0, n - 1, min(n, _SPREAD_ROWS)).astype(int)
+    by_row = [evaluate_by_head(loaded, inputs._replace(evaluation=inputs.evaluation[i : i + 1]))[0] for i in some]
+    spread = {name: np.array([of[name] for of in by_row]) for name in by_row[0] if not name.endswith("_maximum")}
+    found = {name: mean_and_error("of", x)["of_se"] * (len(some) / n) ** 0.5 for name, x in spread.items()}
+    if "perplexity" in found:
+        found["perplexity"] = perplexity(float(spread["loss_nats"].mean())) * found["loss_nats"]
+    return finite(found)
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
@@ -148,23 +154,22 @@ def plan(
       loaded: The model, with length and batch of the evaluation in its config: see `prepared`.
       inputs: Rows of text.
       settings: Quantisation by name.
-      quick: Leave out rotation, propagated errors, caches and streaming.
+      quick: Leave out rotation, propagated errors, layers in float, caches, streaming and the metrics' errors.
       quantize_head: Also round the output head.
       knock_out_rows: Number of rows on which every part is removed in turn.
       sliding: Tokens of a text, int32 [tokens], and how far apart windows over it begin.
     """
-    stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs), ())}
-    more = {} if quick else settings
-    for name in filter(more.__contains__, _PROPAGATED):
-        stages[f"{name}_error"] = lambda setting=settings[name]: _propagated(loaded, inputs, setting), ()
-    for name in settings:
-        options: Any = {"settings": {name: settings[name]}, "quantize_head": quantize_head}
-        stages[name] = lambda how=options: rounded_perplexities(loaded, inputs, **how), (quantize_head,)
-    for name in filter(more.__contains__, ROTATED):
-        named: Any = {name: settings[name]}
-        stages[f"{name}_rotated"] = lambda named=named: rotated_perplexities(loaded, inputs, named), ()
-    for name in CACHES if not quick else ():
-        stages[name] = lambda cache={name: CACHES[name]}: cached_perplexities(loaded, inputs, cache), ()
+    stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs, errors=not quick), (quick,))}
+    rounding = Rounding(loaded, inputs) if settings or not quick else None
+    options: Any = {"quick": quick, "quantize_head": quantize_head}
+    for name, setting in settings.items() if rounding else ():
+        stages[name] = functools.partial(rounding.of_format, setting, **options), (quick, quantize_head)
+    if rounding and not quick:
+        for name in filter(settings.__contains__, _PROPAGATED):
+            stages[f"{name}_error"] = lambda of=settings[name]: _propagated(rounding.error(of)), ()
+        for name in filter(settings.__contains__, ROTATED):
+            stages[f"{name}_rotated"] = functools.partial(rounding.rotated, settings[name]), ()
+        stages |= {name: (functools.partial(rounding.cached, *cache), ()) for name, cache in CACHES.items()}
     if knock_out_rows:
         stages["knock_out"] = lambda: knock_out(loaded, inputs, knock_out_rows), (knock_out_rows,)
     if sliding is not None:
@@ -189,14 +194,14 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
             raise UserError(parts[name]["left_out"])
     metrics, arrays, sections = (dict(parts["statistics"][key]) for key in ("metrics", "arrays", "sections"))
     model, part = loaded.config.model, lambda name: parts.get(name, {})
-    cost = functools.partial(_cost, whole=metrics.get("perplexity"))
-    metrics |= {key: value for name in settings for key, value in part(name).items() if key != "left_out"}
+    metrics |= {f"perplexity_{name}{suffix}": part(name)[f"perplexity{suffix}"] for name in settings
+                for suffix in ("", "_with_head") if f"perplexity{suffix}" in part(name)}  # fmt: skip
     if "sliding" in parts:
         metrics["sliding_perplexity"] = perplexity(parts["sliding"]["loss_nats"])
     arrays |= {key: value for key, value in part("knock_out").items() if key != "left_out"}
     errors = {name: part(f"{name}_error") for name in settings}
     sections["rounding"] = [
-        {"format": name} | cost(name, part(name) | part(f"{name}_rotated"), ("", "_rotated", "_with_head"))
+        {"format": name, "bits": settings[name].bits} | part(f"{name}_rotated") | part(name)
         | {key: value for key, value in errors[name].items() if key == "last_state_error"}
         for name in settings
     ]  # fmt: skip
@@ -204,30 +209,16 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
     # Besides its bits, each head's keys have a scale and a smallest value of 16, as have its values.
     sections["kv_cache"] = [
         {"format": name, "bytes_per_token": model.num_layers * model.kv_heads
-         * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)} | cost(name, parts[name])
+         * ((model.head_dim + model.value_dim) * bits / 8 + 2 * 4)} | parts[name]
         for name, (bits, _) in CACHES.items() if name in parts
     ]  # fmt: skip
     sections["streaming"] = part("streaming")
     return Measured(loaded.config, metrics, {name: np.array(array) for name, array in arrays.items()}, sections)
 
 
-def _cost(name: str, part: Mapping[str, Any], kinds: Sequence[str] = ("",), *, whole: float | None) -> dict[str, Any]:
-    """Returns the perplexities of a format by kind and what is lost of the float one, or why one is missing."""
-    entry = {key: value for key, value in part.items() if key == "left_out"}
-    for kind in kinds:
-        value = part.get(f"perplexity_{name}{kind}")
-        if value is not None and not math.isfinite(value):
-            entry["left_out"] = f"the perplexity{kind} overflows"
-        elif value is not None and whole is not None:
-            entry |= {f"perplexity{kind}": value, f"lost{kind}": value / whole - 1}
-    return entry
-
-
-def _propagated(loaded: LoadedModel, inputs: Inputs, setting: quant.QuantizationSetting) -> dict[str, Any]:
-    tokens = inputs.evaluation[:_PROPAGATED_ROWS, :-1]
-    error = quant.rounding_error(Transformer(loaded.config.model), loaded.params, setting, tokens)
+def _propagated(error: quant.RoundingError) -> dict[str, Any]:
     sqnr_db = {}
-    for path, (layer, *ratios) in error.linear.items():  # which are infinite without noise
-        if known := finite(dict(zip(("whole", "inherited", "added"), ratios, strict=True))):
-            sqnr_db[path] = ({} if layer is None else {"layer": layer}) | known
+    for path, of in error.linear.items():  # which are infinite without noise
+        if known := finite({kind: getattr(of, kind) for kind in ("whole", "inherited", "added", "added_by_token")}):
+            sqnr_db[path] = ({} if of.layer is None else {"layer": of.layer}) | known
     return finite({"last_state_error": error.last_state}) | {"sqnr_db": sqnr_db}

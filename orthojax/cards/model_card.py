@@ -91,6 +91,7 @@ def make_card(name: str, source: str, measured: Measured, provenance: Mapping[st
         layers = [measured.metrics.get(f"{key}/layer_{i}") for i in range(model.num_layers)]
         entry = {"name": key, "value": value, "measured_as": definition.definition, "source": definition.source}
         entry |= {"by_layer": layers} if any(layer is not None for layer in layers) else {}
+        entry |= {"se": measured.sections["errors"][key]} if key in measured.sections["errors"] else {}
         chance = analysis.chance(key, conditions)
         metrics.append(entry | ({} if chance is None else {"chance": chance}))
     kinds = {"normalizer": model.normalizer, "norm": model.norm, "position": model.position, "block": model.block}
@@ -102,7 +103,8 @@ def make_card(name: str, source: str, measured: Measured, provenance: Mapping[st
         for name, by_path in measured.sections["sqnr_db"].items()
     }
     parts = {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics}
-    return parts | measured.sections | {"sqnr_db": errors}
+    sections = {name: of for name, of in measured.sections.items() if name != "errors"}
+    return parts | sections | {"sqnr_db": errors}
 
 
 def read_cards(path: Path) -> list[dict[str, Any]]:

@@ -7,78 +7,100 @@ from typing import Any
 import numpy as np
 
 from orthojax import analysis
+from orthojax.cards.findings import Finding, findings, remedies, with_error
 from orthojax.cards.measures import SINKS, Measured
 from orthojax.config import Config
 from orthojax.errors import UserError
-from orthojax.formatting import number, percent, signed
+from orthojax.formatting import number, percent, share, signed
 from orthojax.model import LoadedModel
 from orthojax.report import figures
-from orthojax.report.page import Picture, Report, Table
+from orthojax.report.page import Cell, Picture, Report, Table
 from orthojax.report.results import Numbers, Quantity, Result, Results
 from orthojax.report.tables import Columns
 
 _SHOWN_HEADS, _SHOWN_TOKENS = 12, 64
+# Of the metrics in cards, those beside each other.
+_COMPARED = ("perplexity", "bits_per_byte", "kurtosis_first", "kurtosis_rest", "max_over_median",
+             "first_attention_fraction", "sink_rate", "gu_sink_rate", "max_attention_logit")  # fmt: skip
 _QUANTISED = "perplexity_"  # how the names of metrics of quantised models begin
 
 
 def report(
     measured: Mapping[str, Measured],
-    sources: Sequence[str],
+    cards: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
     *,
     steps: Sequence[int] = (),
     drawn: Mapping[str, Sequence[Picture]] | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Report:
     """Returns the report of one or several models.
 
     Args:
       measured: Name -> measurements.
-      sources: The texts.
+      cards: Their cards.
       notes: The command, the machine and the time.
       steps: If the models are one run at several steps, these steps, in order.
       drawn: Further pictures of a model, by its name.
+      others: Cards of other models to compare with.
     """
     title = f"{len(measured)} checkpoints of one run" if steps else ", ".join(measured)
-    sentences = [f"All metrics are of {'; '.join(sources)}. Layers and heads count from 0."]
+    texts = [card["measured"].get("text", {}) for card in cards]
+    rows = [f"{text['rows']} rows of {text['length']} tokens: " if "length" in text else "" for text in texts]
+    read = dict.fromkeys(row + str(text.get("source", "")) for row, text in zip(rows, texts, strict=True))
+    sentences = [f"Measured on {'; '.join(read)}. ± is one standard error over rows. Layers and heads count from 0."]
     if len(measured) > 1 and not steps:
         sentences.append("Losses are per token: models with different tokenizers compare by bits per byte.")
     shown = dict(list(measured.items())[-1:]) if steps else measured  # by layer and head, for a series its end
-    for name, model in shown.items():
-        config = model.config.model
-        shape = f"{config.num_layers} layers of width {config.d_model}, {config.num_heads} heads"
-        sentences.append(f"{name}: {shape}, {config.normalizer} attention.")
-        if math.isclose(model.metrics.get("loss_nats", 0.0), math.log(config.vocab_size), rel_tol=1e-6):
-            sentences.append(
-                f"{name}: the loss is that of equal logits, as of a head of zeros: ln {config.vocab_size}."
-            )
     metrics = {name: model.metrics for name, model in measured.items()}
     series = {"mean over layers": dict(zip(steps, metrics.values(), strict=True))} if steps else {}
-    layers = {name: dict(enumerate(_by_layer(model))) for name, model in shown.items()}
-    pictures = [*curve_pictures(series, "step"), *curve_pictures(layers, "layer")]
-    config = next(iter(measured.values())).config
-    tables = [metrics_table(f"Metrics on {'; '.join(sources)}, means over layers and heads", metrics, config)]
-    for name, model in shown.items():
-        tables += [*_tables(name, model.sections), _layer_table(name, model), _head_table(name, model)]
+    pictures, tables, found = [*curve_pictures(series, "step")], [], []
+    if len(measured) > 1 or others:
+        tables.append(comparison([*cards, *others]))
+    for (name, model), card in zip(shown.items(), list(cards)[-len(shown) :], strict=True):
+        sentences += _about(name, model)
+        found += _linked(name if len(shown) > 1 else "", findings(card))
         metric, weights = next(iter(_by_head(model).items()))
         figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
+        with_keys = [*_tables(name, card), *_metric_tables(name, card, model.config)]
+        with_keys += [*_layer_tables(name, model), _head_table(name, model)]
+        tables += [of._replace(key=f"{name}-{of.key}" if of.key and len(shown) > 1 else of.key) for of in with_keys]
         pictures += [*_error_pictures(name, model.sections["sqnr_db"]), *(drawn or {}).get(name, ())]
-    names = {metric for model in metrics.values() for metric in model}
-    entries = [entry for name, entry in analysis.CATALOGUE.items() if name in names]
-    notes = [*notes, *(f"{entry.label}: {entry.definition}" for entry in entries)]
-    headlines = _headlines(next(iter(metrics.values())), config) if len(metrics) == 1 else []
-    return Report(title=title, headlines=headlines, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
+    pictures += curve_pictures({name: dict(enumerate(_by_layer(model))) for name, model in shown.items()}, "layer")
+    return Report(title=title, findings=found, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
 
-def _headlines(metrics: Mapping[str, float], config: Config) -> list[tuple[str, str, str]]:
-    """Returns the numbers on top of the page of one model: outliers, the sink, the cost of the coarsest rounding."""
-    known = analysis.conditions(config)
-    shown = [(analysis.label(name), analysis.show(name, metrics[name]), analysis.compared_with(name, metrics, known))
-             for name in ("kurtosis_first", "first_attention_fraction") if name in metrics]  # fmt: skip
-    coarse = metrics.get(f"{_QUANTISED}int8_coarse")
-    if coarse is not None and metrics.get("perplexity"):
-        shown.append(("perplexity lost to int8, one scale per tensor", percent(coarse / metrics["perplexity"] - 1), ""))
-    return shown
+def _about(name: str, model: Measured) -> list[str]:
+    config = model.config.model
+    shape = f"{config.num_layers} layers of width {config.d_model}, {config.num_heads} heads"
+    sentences = [f"{name}: {shape}, {config.normalizer} attention."]
+    if math.isclose(model.metrics.get("loss_nats", 0.0), math.log(config.vocab_size), rel_tol=1e-6):
+        sentences.append(f"{name}: the loss is that of equal logits, as of a head of zeros: ln {config.vocab_size}.")
+    return sentences
+
+
+def _linked(name: str, found: Sequence[Finding]) -> list[Finding]:
+    """Returns findings as those of one of several models, if it has a name."""
+    if not name:
+        return list(found)
+    rows = [[(words, f"{name}-{key}", row) for words, key, row in finding.rows] for finding in found]
+    return [Finding(f"{name}: {finding.says}", of) for finding, of in zip(found, rows, strict=True)]
+
+
+def _metric_tables(name: str, card: Mapping[str, Any], config: Config) -> list[Table]:
+    """Returns the metrics of a card in groups, each with its definition, its error and its level of chance."""
+    known, groups = analysis.conditions(config), {}
+    for metric in card["metrics"]:
+        definition = analysis.define(metric["name"])
+        if definition is not None and metric["name"] != "sequences":
+            first = Cell(definition.label, definition.definition, name=metric["name"])
+            error = f"± {analysis.show(metric['name'], metric['se'])}" if "se" in metric else ""
+            value = Cell(analysis.show(metric["name"], metric["value"]), error)
+            beside = analysis.compared_with(metric["name"], {}, known).split(" ", 1)
+            groups.setdefault(definition.group, []).append([first, value, Cell(*beside)])
+    columns = ("", "value", "chance")
+    return [Table(f"{name}, {group}", columns, rows, group.replace(" ", "_")) for group, rows in groups.items()]
 
 
 def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:
@@ -116,29 +138,57 @@ def _column(key: str, words: str | None = None, show: Callable[[float], str] = n
     return Quantity(key if words is None else words, lambda numbers: numbers[key], show)
 
 
-def _table(caption: str, heading: str, entries: Entries, columns: Sequence[str | Quantity]) -> list[Table]:
+def _table(
+    caption: str, heading: str, entries: Entries, columns: Sequence[str | Quantity], key: str = ""
+) -> list[Table]:
     """Returns the table of some entries; none without entries. A column that no entry has is left out."""
     results = Results({str(i): Result(name, None, {0: Numbers(entry)}) for i, (name, entry) in enumerate(entries)})
-    return [Columns(caption, columns, heading=heading)(results)] if entries else []
+    return [Columns(caption, columns, heading=heading)(results)._replace(key=key)] if entries else []
+
+
+def _rounding_tables(name: str, entries: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Returns what formats cost, and what was measured to help those that fail."""
+
+    def cell(entry: Mapping[str, Any], key: str, show: Callable[[float], str]) -> Cell:
+        value, _, error = with_error(entry, key, show=show).partition(" ± ")
+        return Cell(value, f"± {error}" if error else "")
+
+    shown = {"kl_nats": ("KL to float (nats)", number), "agreement": ("same likeliest token", share),
+             "loss_added_nats": ("added to the loss (nats)", signed), "lost": ("perplexity", percent),
+             "d_sink_nats": ("D_sink (nats)", signed)}  # fmt: skip
+    rows = [[Cell(of["format"], of.get("left_out", "")), *(cell(of, key, show) for key, (_, show) in shown.items())]
+            for of in entries]  # fmt: skip
+    columns = ["format", *(words for words, _ in shown.values())]
+    tables = [Table(f"{name}, what rounding costs", columns, rows, "rounding")] if rows else []
+    helps = [[entry["format"], Cell("", "; ".join(f"{words}: {share(much)}" for words, much in of.items()))]
+             for entry in entries if (of := remedies(entry))]  # fmt: skip
+    if helps:
+        tables.append(Table(f"{name}, what helps: share of the KL divergence that it recovers",
+                            ("format", "recovered"), helps, "helps"))  # fmt: skip
+    layers = [[f"{entry['format']}, {len(of['layers'])} in float", Cell("", ", ".join(of["layers"])),
+               *(cell(of, key, show) for key, (_, show) in shown.items() if key != "d_sink_nats")]
+              for entry in entries for of in entry.get("float_layers", ())]  # fmt: skip
+    if layers:
+        tables.append(Table(f"{name}, with linear layers in float", ["format", "layers", *columns[1:-1]], layers))
+    return tables
 
 
 def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
     """Returns the sections of a card as the report shows them."""
-    lost, rotated = _column("lost", show=percent), _column("lost_rotated", "lost", show=percent)
+    lost = _column("lost", show=percent)
 
     def named(section: str, key: str, show: Callable[[str], str] = str) -> Entries:
         return [(show(entry[key]), entry) for entry in sections[section]]
 
-    tables = _table(f"{name}, perplexity at each format", "format", named("rounding", "format"),
-                    [_column("perplexity"), lost, _column("perplexity_rotated", "rotated"), rotated,
-                     _column("last_state_error", "error of the last state")])  # fmt: skip
+    tables = _rounding_tables(name, sections["rounding"])
     tables += _table(f"{name}, keys and values of few bits", "cache", named("kv_cache", "format"),
-                     [_column("perplexity"), lost, _column("bytes_per_token", "bytes per token")])  # fmt: skip
+                     [_column("kl_nats", "KL to float (nats)"), _column("perplexity"), lost,
+                      _column("bytes_per_token", "bytes per token")])  # fmt: skip
     places = ("layer", "channel", "head", "position", "rows", "layers")
     place = [_column(key, show=lambda value: f"{value:.0f}") for key in places]
     tables += _table(f"{name}, largest activations", "token", named("largest_activations", "text", repr),
                      [_column("value", "largest |x|"), _column("over_median", "over the median"), *place,
-                      _column("massive", "", lambda massive: "massive" if massive else "")])  # fmt: skip
+                      _column("massive", "", lambda massive: "massive" if massive else "")], "largest")  # fmt: skip
     tables += _table(f"{name}, sinks besides the first token", "token", named("secondary_sinks", "text", repr),
                      [_column("mass", "weight"), *place])  # fmt: skip
     streaming = sections["streaming"]
@@ -157,24 +207,26 @@ def _by_layer(measured: Measured) -> list[dict[str, float]]:
     return [{name: metrics[key] for name, key in of_layer.items() if key in metrics} for of_layer in keys]
 
 
-def _layer_table(name: str, measured: Measured) -> Table:
+def _layer_tables(name: str, measured: Measured) -> list[Table]:
+    """Returns the metrics of each layer, a table for each group and for the changes of the loss without a part."""
     arrays, layers = measured.arrays, _by_layer(measured)
-    quantities: list[str | Quantity] = list(layers[0])
-    at = 1 + len(quantities)
+    groups: dict[str, list[str | Quantity]] = {}
+    for metric in layers[0]:
+        groups.setdefault(analysis.CATALOGUE[metric].group, []).append(metric)
     for part, words in {"attention": "attention", "mlp": "the MLP"}.items():
         if (changes := arrays.get(f"knocked_out_{part}")) is not None:
-            quantities.append(_column(part, f"loss change without {words} (nats)", signed))
+            groups.setdefault("loss", []).append(_column(part, f"loss change without {words} (nats)", signed))
             layers = [layer | {part: float(change)} for layer, change in zip(layers, changes, strict=True)]
-    (table,) = _table(f"{name}, by layer", "layer", [(str(i), layer) for i, layer in enumerate(layers)], quantities)
-    if "max_abs_by_channel" not in arrays:
-        return table
-    texts = ["largest channels"]
-    for channels in arrays["max_abs_by_channel"]:
-        top = np.argsort(-channels, kind="stable")[:3]
-        texts.append(", ".join(f"{channel} ({number(float(channels[channel]))})" for channel in top))
-    whole = zip((table.columns, *table.rows), texts, strict=True)
-    head, *rows = ([*row[:at], text, *row[at:]] for row, text in whole)
-    return table._replace(columns=list(map(str, head)), rows=rows)
+    entries = [(str(i), layer) for i, layer in enumerate(layers)]
+    tables = [table for group, columns in groups.items()
+              for table in _table(f"{name}, {group} by layer", "layer", entries, columns)]  # fmt: skip
+    if "max_abs_by_channel" in arrays:
+        top = [np.argsort(-channels, kind="stable")[:3] for channels in arrays["max_abs_by_channel"]]
+        rows = [[str(i), *(f"{c} ({number(float(arrays['max_abs_by_channel'][i, c]))})" for c in of)]
+                for i, of in enumerate(top)]  # fmt: skip
+        columns = ("layer", "first", "second", "third")[: 1 + len(top[0])]
+        tables.append(Table(f"{name}, largest channels by layer, and their largest |x|", columns, rows))
+    return tables
 
 
 def _by_head(measured: Measured) -> dict[str, np.ndarray]:
@@ -264,21 +316,22 @@ def attention_picture(loaded: LoadedModel, name: str, tokens: np.ndarray, heads:
 
 
 def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns a table of the metrics of several cards, and of the cost of each format."""
-    columns: list[dict[str, str]] = []
+    """Returns a sortable table of cards: their main metrics, and what each format costs."""
+    metrics = {name: (analysis.label(name), lambda value, name=name: analysis.show(name, value)) for name in _COMPARED}
+    values, formats = [], {}
     for card in cards:
-        metrics = [(metric["name"], metric["value"]) for metric in card["metrics"]]
-        column = {analysis.label(name): analysis.show(name, value) for name, value in metrics}
+        values.append({metric["name"]: metric["value"] for metric in card["metrics"]})
         for entry in [*card.get("rounding", []), *card.get("kv_cache", [])]:
-            name = entry["format"]
-            texts = {"perplexity": (f"perplexity, {name}", number), "lost": (f"lost at {name}", percent),
-                     "lost_rotated": (f"lost at {name}, rotated", percent)}  # fmt: skip
-            column |= {words: show(entry[key]) for key, (words, show) in texts.items() if key in entry}
-        columns.append(column)
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
-    models = [card["model"]["name"] for card in cards]
-    headings = [
-        f"{name} ({models[:i].count(name) + 1})" if models.count(name) > 1 else name for i, name in enumerate(models)
-    ]
-    return Table("Cards beside each other", ["", *headings], rows)
+            kinds = {"kl_nats": ("KL at {} (nats)", number), "lost": ("lost at {}", percent)}
+            kinds["lost_rotated"] = "lost at {}, rotated", percent
+            for key, (words, show) in kinds.items():
+                if key in entry:
+                    values[-1][words.format(entry["format"])] = entry[key]
+                    formats[words.format(entry["format"])] = words.format(entry["format"]), show
+    columns = {name: of for name, of in (metrics | formats).items() if any(name in card for card in values)}
+    if any(name.startswith("KL") for name in columns):
+        columns = {name: of for name, of in columns.items() if not name.startswith("lost")}
+    rows = [[card["model"]["name"], *(show(of[name]) if name in of else "-" for name, (_, show) in columns.items())]
+            for card, of in zip(cards, values, strict=True)]  # fmt: skip
+    headings = ["model", *(words for words, _ in columns.values())]
+    return Table("Models beside each other; a click on a column sorts", headings, rows, sortable=True)

@@ -204,7 +204,7 @@ def _analyze(models: Mapping[str, str], workdir: Path, settings: Any, others: Se
     import numpy as np
 
     from orthojax import cards
-    from orthojax.cards.page import comparison, report
+    from orthojax.cards.page import report
     from orthojax.files import make_folder, write_atomically, write_with_digest
     from orthojax.machine import environment
     from orthojax.report.page import print_report, write_report
@@ -223,17 +223,15 @@ def _analyze(models: Mapping[str, str], workdir: Path, settings: Any, others: Se
     seconds = round(time.monotonic() - started, 1)
     provenance = machine | {"seeds": [0], "data": data, "wall_seconds": seconds}
     rows = [
-        {"variant": name, "seed": 0, "overrides": {"model": path}, "metrics": measured[name].metrics}
-        for name, path in models.items()
-    ]
+        {"variant": name, "seed": 0, "overrides": {"model": path}, "metrics": measured[name].metrics,
+         "findings": [finding.says for finding in cards.findings(card)]}
+        for (name, path), card in zip(models.items(), made, strict=True)
+    ]  # fmt: skip
     content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
     write_with_digest(workdir / "results.json", content)
-    sources = dict.fromkeys(text["source"] for text in data)
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
     steps = list(map(int, models)) if FLAGS.checkpoints else ()
-    page = report(measured, list(sources), notes, steps=steps, drawn=drawn)
-    if others:
-        page = page._replace(tables=[comparison([*made, *others]), *page.tables])
+    page = report(measured, made, notes, steps=steps, drawn=drawn, others=others)
     write_report(page, workdir)
     print_report(page._replace(tables=page.tables[:1]))
     written = "card.json" if len(made) == 1 else "results.json"

@@ -7,10 +7,10 @@ from typing import Any, Protocol, TypeVar, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orthojax.config import ExpertsConfig, GatedMlp, Mlp, ModelConfig
 from orthojax.ops.products import is_head, kernel_product
-from orthojax.ops.quantize import Quantized
 
 F = TypeVar("F", bound="LinearFunction")
 
@@ -50,7 +50,7 @@ class Linear(nn.Module):
         """Maps [..., in] to [..., features] in `dtype`."""
         kernel: Any = self.get_variable("params", "kernel")
         bias = None
-        if not isinstance(kernel, Quantized):  # which has neither the shape nor the dtype of a float kernel
+        if isinstance(kernel, jax.Array | np.ndarray | None):  # others, as `Quantized`, are for the function to read
             shape = (x.shape[-1], self.features)
             kernel = self.param("kernel", self.kernel_init, shape, jnp.float32).astype(self.dtype)
         if self.use_bias:

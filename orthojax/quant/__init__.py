@@ -1,9 +1,12 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
 `settings` says what is rounded; `linear` simulates it in floats, and computes it on integers if possible.
-`propagation` shows where the error comes from, `rotated` makes a trained model easier to round.
+`divergence` says what it costs, `propagation` where the error comes from, `rescue` which layers to keep in float,
+`rotated` makes a trained model easier to round.
 """
 
+from orthojax.quant.divergence import Divergence as Divergence
+from orthojax.quant.divergence import divergence as divergence
 from orthojax.quant.linear import integer_linear as integer_linear
 from orthojax.quant.linear import integer_params as integer_params
 from orthojax.quant.linear import prefix_cache as prefix_cache
@@ -15,6 +18,10 @@ from orthojax.quant.linear import rounded_model as rounded_model
 from orthojax.quant.propagation import LinearError as LinearError
 from orthojax.quant.propagation import RoundingError as RoundingError
 from orthojax.quant.propagation import rounding_error as rounding_error
+from orthojax.quant.rescue import linear_layers as linear_layers
+from orthojax.quant.rescue import rescue as rescue
+from orthojax.quant.rescue import switched_params as switched_params
+from orthojax.quant.rescue import switching as switching
 from orthojax.quant.rotated import online_hadamard as online_hadamard
 from orthojax.quant.rotated import rotate_after_training as rotate_after_training
 from orthojax.quant.settings import ALL_BUT_HEAD as ALL_BUT_HEAD

@@ -118,7 +118,12 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
 
 
 def rounded_model(
-    config: "ModelConfig", setting: QuantizationSetting, include: str = ALL_BUT_HEAD, *, linear_head: bool = False
+    config: "ModelConfig",
+    setting: QuantizationSetting,
+    include: str = ALL_BUT_HEAD,
+    *,
+    linear_head: bool = False,
+    float_tokens: int = 0,
 ) -> "Transformer":
     """Makes a model that rounds everything in a setting: its linear layers, and keys and values.
 
@@ -127,6 +132,8 @@ def rounded_model(
       setting: One of `orthojax.quant.SETTINGS`, or your own.
       include: As for `quantized_linear`.
       linear_head: As for `Transformer`; with `include=""`, the logits of tied embeddings are also rounded.
+      float_tokens: The first positions of every row that are computed in float, as `prefix_cache` computes a prefix:
+        their activations are in no scale. For whole rows, without a cache.
 
     >>> from orthojax.model import llama2
     >>> from orthojax.quant import INT8_COARSE, setting_named
@@ -137,8 +144,20 @@ def rounded_model(
     """
     from orthojax.model import Transformer  # here, so that flax is not needed for `quantize_params`
 
-    linear = quantized_linear(setting, include)
-    return Transformer(config, linear=linear, linear_head=linear_head, round_kv=_kv_rounding(setting.keys_and_values))
+    linear, round_kv = quantized_linear(setting, include), _kv_rounding(setting.keys_and_values, float_tokens)
+    linear = _float_first(linear, float_tokens) if float_tokens else linear
+    return Transformer(config, linear=linear, linear_head=linear_head, round_kv=round_kv)
+
+
+@functools.cache  # as `quantized_linear`
+def _float_first(function: "LinearFunction", tokens: int) -> "LinearFunction":
+    from orthojax.model import linear as float_linear
+
+    def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+        first, rest = float_linear(x[:, :tokens], kernel, bias, path), function(x[:, tokens:], kernel, bias, path)
+        return jnp.concatenate([first, rest], axis=1)
+
+    return linear
 
 
 def rounded_cache(model: "Transformer", bits: int, float_tokens: int = 0) -> "Transformer":

@@ -24,6 +24,7 @@ class LinearError(NamedTuple):
     whole: float
     inherited: float
     added: float
+    added_by_token: float  # with the mean over tokens of the ratio, in which a massive token is one of many
 
 
 class RoundingError(NamedTuple):
@@ -74,7 +75,8 @@ def rounding_error(model: "Transformer", params: Any, setting: QuantizationSetti
         def compared(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
             expected, y = outputs[path], rounded.linear(x, kernel, bias, path)
             without = model.linear(x, kernel, bias, path)
-            powers[path] = squares(expected), squares(y - expected), squares(without - expected), squares(y - without)
+            noises = squares(y - expected), squares(without - expected), squares(y - without)
+            powers[path] = squares(expected), *noises, jnp.mean(jnp.square(norm(y - without) / norm(expected)))
             return y
 
         states = []
@@ -87,9 +89,10 @@ def rounding_error(model: "Transformer", params: Any, setting: QuantizationSetti
 
     powers, error = jax.device_get(jax.jit(run)(params, jnp.asarray(tokens)))
     linear = {}
-    for path, (signal, *noises) in powers.items():
+    for path, (signal, *noises, by_token) in powers.items():
         with np.errstate(divide="ignore"):
-            ratios = [float(10 * np.log10(np.float64(signal) / np.float64(noise))) for noise in noises]
+            pairs = (*((signal, noise) for noise in noises), (1.0, by_token))
+            ratios = [float(10 * np.log10(np.float64(a) / np.float64(b))) for a, b in pairs]
         block = re.match(r"layers_(\d+)/", path)
         linear[path] = LinearError(int(block[1]) if block else None, *ratios)
     return RoundingError(float(error), linear)

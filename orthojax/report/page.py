@@ -27,17 +27,28 @@ class Cell(NamedTuple):
     text: str
     below: str = ""
     bold: bool = False
+    name: str = ""  # of a first cell, if the row is linked by another one than its text
 
     def __str__(self) -> str:
         return f"{self.text} ({self.below})" if self.below else self.text
 
 
 class Table(NamedTuple):
-    """A table; the first cell of each row is its name."""
+    """A table; the first cell of each row is its name. A click on a column of a sortable one sorts its rows.
+
+    With a key, a table and its rows can be linked to, as `key` and `key/name`.
+    """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
+    key: str = ""
+    sortable: bool = False
+
+    def link(self, row: Sequence[str | Cell]) -> str:
+        """Returns what a row is linked by; '' without a key."""
+        name = row[0].name or row[0].text if isinstance(row[0], Cell) else row[0]
+        return f"{self.key}/{name}" if self.key else ""
 
 
 class Picture(NamedTuple):
@@ -68,6 +79,8 @@ class Report(NamedTuple):
     title: str
     setting: str = ""  # scale, seeds, date and device, in one line
     sentences: Sequence[str] = ()  # paragraphs that say what was run
+    # Sentences on top of the page, each with where its numbers stand: (words, key of a table, name of a row or "").
+    findings: Sequence[tuple[str, Sequence[tuple[str, str, str]]]] = ()
     headlines: Sequence[tuple[str, str, str]] = ()  # (metric, "31 → 2.6", its level of chance) of the numbers on top
     verdicts: Sequence[Verdict] = ()
     tables: Sequence[Table] = ()
@@ -92,6 +105,16 @@ class Report(NamedTuple):
         return ", ".join([f"{counts['holds']} of {len(self.verdicts)} claims hold", *others])
 
 
+_SORT = """
+document.querySelectorAll("table.sortable th[scope=col]").forEach(head => head.onclick = () => {
+  const body = head.closest("table").tBodies[0], up = head.classList.toggle("up") ? 1 : -1;
+  const text = row => row.cells[head.cellIndex].innerText, value = row => parseFloat(text(row).replace(/[,+]/g, ""));
+  const order = (a, b) => (value(a) - value(b) || text(a).localeCompare(text(b))) * up;
+  [...body.rows].sort(order).forEach(row => body.append(row));
+});
+"""
+
+
 def write_report(report: Report, workdir: Path) -> None:
     """Writes report.md, report.html and figures/*.svg under the workdir."""
     make_folder(workdir, "workdir", files=("report.md", "report.html"))
@@ -106,9 +129,11 @@ def write_report(report: Report, workdir: Path) -> None:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("orthojax.report", "templates"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    style = environment.get_template("page.css").render()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()  # the page forbids all else
-    values = {"report": report, "images": images, "style": style, "style_hash": f"sha256-{digest}"}
+    values: dict[str, object] = {"report": report, "images": images}
+    sortable = any(table.sortable for table in report.tables)
+    for name, content in (("style", environment.get_template("page.css").render()), ("script", _SORT * sortable)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()  # the page forbids all else
+        values |= {name: content, f"{name}_hash": f"'sha256-{digest}'" if content else "'none'"}
     write_text(workdir / "report.html", environment.get_template("page.html").render(values))
 
 
@@ -125,8 +150,11 @@ def svg(figure: "Figure") -> bytes:
 
 def print_report(report: Report) -> None:
     """Prints the tables, then the verdicts, since the last lines are the ones that are seen."""
+    print("\n".join(printable(textwrap.fill(says, _CONSOLE)) for says, _ in report.findings))
     for table in report.tables:
-        head, *body = align([list(table.columns), *([str(cell) for cell in row] for row in table.rows)], numeric=True)
+        cells = ([cell.text if isinstance(cell, Cell) and not i else str(cell) for i, cell in enumerate(row)]
+                 for row in table.rows)  # fmt: skip
+        head, *body = align([list(table.columns), *cells], numeric=True)
         rule = "-" * max(map(len, (head, *body)))
         print("\n".join(["", table.caption, rule, head, rule, *body]))
     if report.verdicts:
@@ -176,7 +204,9 @@ def markdown(report: Report) -> str:
     """Returns the report as Markdown; pictures are referred to under figures/."""
     escape = escape_markdown
     parts = [f"# {escape(report.title)}", f"**{escape(report.headline)}**" if report.headline else ""]
-    parts += map(escape, (report.setting, *report.failures, *report.sentences))
+    parts += map(escape, (report.setting, *report.failures))
+    parts.append("\n".join(f"- {escape(says)}" for says, _ in report.findings))
+    parts += map(escape, report.sentences)
     if report.verdicts:
         parts.append(f"## Claims: {report.tally}")
         parts.append("\n".join(f"{i}. {_claim(claim)}" for i, claim in enumerate(report.verdicts, 1)))

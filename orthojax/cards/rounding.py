@@ -1,0 +1,130 @@
+"""What rounding costs a model in each format, and what was measured to help."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from orthojax import quant
+from orthojax.files import finite
+from orthojax.model import LoadedModel, Transformer
+from orthojax.train import Inputs
+from orthojax.train.step import split_tokens
+
+TRIED_KL = 0.05  # nats: changes are tried for formats that cost more
+FAILS = 0.05  # nats: a format fails if it adds more to the loss, by more than two standard errors
+_KEPT_STATES = 2**28  # bytes
+_PROPAGATED_ROWS, _TRIED_ROWS, _TRIED_LAYERS = 2, 2, 8
+_Numbers = dict[str, Any]
+
+
+def mean_and_error(name: str, by_row: np.ndarray) -> dict[str, float]:
+    """Returns the mean over rows, and its standard error as NAME_se if there are two rows or more."""
+    error = {f"{name}_se": float(np.std(by_row, ddof=1) / math.sqrt(len(by_row)))} if len(by_row) > 1 else {}
+    return {name: float(np.mean(by_row))} | error
+
+
+def fails(entry: Mapping[str, Any]) -> bool | None:
+    """Returns whether a format of `Rounding.of_format` fails; None if it is not known."""
+    if "loss_added_nats" not in entry:
+        return True if "overflows" in entry.get("left_out", "") else None
+    return entry["loss_added_nats"] > max(FAILS, 2 * entry.get("loss_added_nats_se", 0.0))
+
+
+class Rounding:
+    """The rows of an evaluation, on which rounded models are compared with the float one."""
+
+    def __init__(self, loaded: LoadedModel, inputs: Inputs):
+        """Reads the batches of the evaluation of a model, see `orthojax.cards.measures.prepared`."""
+        self._model, self._params, rows = loaded.model, loaded.params, inputs.evaluation
+        size = loaded.config.eval.batch_size
+        starts = range(0, len(rows), size)
+        self._config = loaded.config.model
+        self._batches = [split_tokens(rows[start : start + size], self._config) for start in starts]
+        at_once = self._batches[0][0].size * self._config.d_model * 4 * len(starts)
+        self._states = functools.lru_cache(None if at_once <= _KEPT_STATES else 0)(self._computed_states)
+        self._apply = jax.jit(lambda params, tokens: loaded.model.apply({"params": params}, tokens, head=False)[0])
+        self.error = functools.cache(self._error)
+
+    def _computed_states(self, batch: int) -> Any:
+        return self._apply(self._params, self._batches[batch][0]) if self._model.head_kernel(self._params) else None
+
+    def compare(self, other: Transformer, params: Any = None) -> quant.Divergence:
+        """Compares a model, with parameters of its own or those of the float one, with that on all rows."""
+        params = self._params if params is None else params
+        parts = [
+            quant.divergence(self._model, self._params, other, params, *batch, self._states(i))
+            for i, batch in enumerate(self._batches)
+        ]
+        return quant.Divergence(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def numbers(self, other: Transformer, params: Any = None, suffix: str = "") -> _Numbers:
+        """Returns what a model loses to the float one, and why a number is missing."""
+        return _numbers(self.compare(other, params), suffix)
+
+    def of_format(self, setting: quant.QuantizationSetting, *, quick: bool, quantize_head: bool) -> _Numbers:
+        """Returns what a format costs, and if that is not little, with which changes it costs less."""
+        rounded = functools.partial(quant.rounded_model, self._config)
+        plain = self.compare(rounded(setting))
+        found = _numbers(plain)
+        if quantize_head:
+            found |= self.numbers(rounded(setting, "", linear_head=True), suffix="_with_head")
+        if not found.get("kl_nats", math.inf) > TRIED_KL:
+            return found
+        first = self.compare(rounded(setting, float_tokens=1))
+        found |= _numbers(first, "_float_first")
+        found |= finite(mean_and_error("d_sink_nats", plain.loss_nats - first.loss_nats))
+        if setting.inputs == "tensor":
+            by_token = dataclasses.replace(setting, inputs="token", outputs=None)
+            found |= self.numbers(rounded(by_token), suffix="_per_token")
+        return found if quick else found | {"float_layers": self._rescued(setting)}
+
+    def rotated(self, setting: quant.QuantizationSetting) -> _Numbers:
+        """Returns what a format costs after a rotation; UserError for a model that cannot be rotated."""
+        params, config, wrap = quant.rotate_after_training(self._params, self._config)
+        model = quant.rounded_model(config, setting)
+        return self.numbers(model.clone(linear=wrap(model.linear)), params, "_rotated")
+
+    def cached(self, bits: int, float_tokens: int) -> _Numbers:
+        """Returns what keys and values of few bits cost."""
+        return self.numbers(quant.rounded_cache(self._model, bits, float_tokens))
+
+    def _error(self, setting: quant.QuantizationSetting) -> quant.RoundingError:
+        return quant.rounding_error(self._model, self._params, setting, self._batches[0][0][:_PROPAGATED_ROWS])
+
+    def _rescued(self, setting: quant.QuantizationSetting) -> list[_Numbers]:
+        """Returns what a format costs with one, two and three linear layers in float, found on a few rows."""
+        tokens, targets, counted = self._batches[0]
+        few = tokens[:_TRIED_ROWS], targets[:_TRIED_ROWS], counted[:_TRIED_ROWS]
+        model = quant.rounded_model(self._config, setting)
+        model = model.clone(linear=quant.switching(model.linear))
+        candidates = quant.linear_layers(self._params)
+        if len(candidates) > _TRIED_LAYERS:
+            noise = {name: -error.added_by_token for name, error in self.error(setting).linear.items()}
+            known = [name for name in candidates if not math.isnan(noise.get(name, math.nan))]
+            candidates = sorted(known, key=noise.__getitem__)[-_TRIED_LAYERS:]
+
+        def score(chosen: list[str]) -> float:
+            params = quant.switched_params(self._params, chosen)
+            return float(quant.divergence(self._model, self._params, model, params, *few).kl_nats.mean())
+
+        layers = quant.rescue(candidates, score)
+        return [
+            {"layers": layers[:count]} | self.numbers(model, quant.switched_params(self._params, layers[:count]))
+            for count in range(1, len(layers) + 1)
+        ]
+
+
+def _numbers(of: quant.Divergence, suffix: str = "") -> _Numbers:
+    added = of.loss_nats - of.float_loss_nats
+    if not math.isfinite(loss := float(np.mean(of.loss_nats))) or loss > 700:
+        return {"left_out": f"the perplexity{suffix} overflows"}
+    found = {"perplexity": math.exp(loss), "lost": math.expm1(float(np.mean(added)))}
+    found |= mean_and_error("loss_added_nats", added) | mean_and_error("kl_nats", of.kl_nats)
+    found |= mean_and_error("agreement", of.agreement)
+    return {f"{name.removesuffix('_se')}{suffix}{'_se' if name.endswith('_se') else ''}": value
+            for name, value in finite(found).items()}  # fmt: skip
