@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from orthojax.analysis import gaussian_max_over_median
 from orthojax.cards.rounding import fails
-from orthojax.formatting import number, percent, share, signed
+from orthojax.formatting import number, percent, share
 
 _STANDS_OUT = 5.0  # times the level of a Gaussian
 _DESTROYED = 9.0  # relative loss of perplexity from which a difference of losses says little
@@ -39,7 +39,7 @@ def with_error(entry: Mapping[str, Any], name: str, suffix: str = "", show: Any 
     value, error = entry.get(f"{name}{suffix}"), entry.get(f"{name}{suffix}_se")
     if value is None:
         return "-"
-    return show(value) if error is None else f"{show(value)} ± {show(error).lstrip('+')}"
+    return show(value) if error is None else f"{show(value)} ± {show(float(f'{error:.2g}')).lstrip('+')}"
 
 
 def _massive(card: Card) -> Finding:
@@ -108,7 +108,7 @@ def _failing(card: Card) -> Finding:
 
 
 def _costs(entry: Mapping[str, Any]) -> str:
-    loss = with_error(entry, "loss_added_nats", show=signed)
+    loss = with_error(entry, "loss_added_nats")
     return (f"{entry['format']}, adds {loss} nats to the loss ({percent(entry['lost'])} perplexity): KL "
             f"{with_error(entry, 'kl_nats')}, the same likeliest token at {share(entry['agreement'])}")  # fmt: skip
 
@@ -117,7 +117,7 @@ def _through(entry: Mapping[str, Any]) -> str:
     """Returns the part of the loss that the first token brings."""
     if "d_sink_nats" not in entry:
         return ""
-    words = f"; of this D_sink, {with_error(entry, 'd_sink_nats', show=signed)} nats, goes if the first token is float"
+    words = f"; of this D_sink, {with_error(entry, 'd_sink_nats')} nats, goes if the first token is float"
     return words + (", which says little of a destroyed model" if entry["lost"] > _DESTROYED else "")
 
 
@@ -141,7 +141,7 @@ def _to_do(card: Card) -> Finding:
     failed = failing(card)
     if not failed:
         known = any(fails(entry) is not None for entry in card.get("rounding", ()))
-        return Finding("Nothing to do for these formats." if known else "What to do: not measured.")
+        return Finding("Nothing to do: these formats cost little." if known else "What to do: not measured.")
     says = [_advice(entry["format"], remedies(entry), entry) for entry in failed[: 1 + _OTHERS]]
     return Finding(" ".join(says), [(entry["format"], "helps", entry["format"]) for entry in failed[: 1 + _OTHERS]])
 

@@ -28,7 +28,7 @@ QUICK = ("int8_coarse", "w4a4")
 ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
 CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float
 SINKS = 4  # tokens that stay in view when a text is streamed
-_PROPAGATED, _STREAMED_ROWS, _SPREAD_ROWS = ("int8_coarse", "w4a4"), 4, 16
+_PROPAGATED, _STREAMED_ROWS, _SPREAD_ROWS = ("int8_coarse", "w4a4"), 4, 8
 
 Plan = dict[str, tuple[Callable[[], dict[str, Any]], tuple[Any, ...]]]  # stage -> its function, and options of it
 
@@ -114,17 +114,25 @@ def _statistics(loaded: LoadedModel, inputs: Inputs, *, errors: bool = False) ->
         section: [entry._asdict() | {"text": token_text(loaded.tokenizer, entry.token)} for entry in entries]
         for section, entries in sections.items()
     }
-    return {"metrics": metrics, "arrays": arrays, "sections": named | {"errors": _errors(loaded, inputs) if errors else {}}}
+    return {
+        "metrics": metrics,
+        "arrays": arrays,
+        "sections": named | {"errors": _errors(loaded, inputs) if errors else {}},
+    }
 
 
 def _errors(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
-    """Returns the standard errors over rows of the metrics that are means over rows, from at most 16 of them."""
+    """Returns the standard errors over rows of the metrics that are means over rows, from at most 8 of them."""
     if (n := len(inputs.evaluation)) < 2:
         return {}
     some = np.linspace(0, n - 1, min(n, _SPREAD_ROWS)).astype(int)
     by_row = [evaluate_by_head(loaded, inputs._replace(evaluation=inputs.evaluation[i : i + 1]))[0] for i in some]
-    spread = {name: np.array([of[name] for of in by_row]) for name in by_row[0] if not name.endswith("_maximum")}
-    found = {name: mean_and_error("of", x)["of_se"] * (len(some) / n) ** 0.5 for name, x in spread.items()}
+    spread = {name: np.array([of[name] for of in by_row]) for name in by_row[0]}
+    found = {
+        name: mean_and_error("of", x)["of_se"] * (len(some) / n) ** 0.5
+        for name, x in spread.items()
+        if np.isfinite(x).all() and not (name.startswith("max_attention") or name.endswith("_maximum"))
+    }
     if "perplexity" in found:
         found["perplexity"] = perplexity(float(spread["loss_nats"].mean())) * found["loss_nats"]
     return finite(found)
@@ -160,11 +168,10 @@ def plan(
       sliding: Tokens of a text, int32 [tokens], and how far apart windows over it begin.
     """
     stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs, errors=not quick), (quick,))}
-    rounding = Rounding(loaded, inputs) if settings or not quick else None
-    options: Any = {"quick": quick, "quantize_head": quantize_head}
-    for name, setting in settings.items() if rounding else ():
-        stages[name] = functools.partial(rounding.of_format, setting, **options), (quick, quantize_head)
-    if rounding and not quick:
+    rounding, options = Rounding(loaded, inputs), {"quick": quick, "quantize_head": quantize_head}
+    for name, setting in settings.items():
+        stages[name] = functools.partial(rounding.of_format, setting, **options), tuple(options.values())
+    if not quick:
         for name in filter(settings.__contains__, _PROPAGATED):
             stages[f"{name}_error"] = lambda of=settings[name]: _propagated(rounding.error(of)), ()
         for name in filter(settings.__contains__, ROTATED):

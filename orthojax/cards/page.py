@@ -63,9 +63,8 @@ def report(
         metric, weights = next(iter(_by_head(model).items()))
         figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
-        with_keys = [*_tables(name, card), *_metric_tables(name, card, model.config)]
-        with_keys += [*_layer_tables(name, model), _head_table(name, model)]
-        tables += [of._replace(key=f"{name}-{of.key}" if of.key and len(shown) > 1 else of.key) for of in with_keys]
+        of_model = [*_tables(card), *_metric_tables(card, model.config), *_layer_tables(model), _head_table(model)]
+        tables += of_model if len(shown) == 1 else [_named(name, table) for table in of_model]
         pictures += [*_error_pictures(name, model.sections["sqnr_db"]), *(drawn or {}).get(name, ())]
     pictures += curve_pictures({name: dict(enumerate(_by_layer(model))) for name, model in shown.items()}, "layer")
     return Report(title=title, findings=found, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
@@ -88,19 +87,26 @@ def _linked(name: str, found: Sequence[Finding]) -> list[Finding]:
     return [Finding(f"{name}: {finding.says}", of) for finding, of in zip(found, rows, strict=True)]
 
 
-def _metric_tables(name: str, card: Mapping[str, Any], config: Config) -> list[Table]:
+def _named(name: str, table: Table) -> Table:
+    """Returns a table as one of several models."""
+    caption = f"{name}: {table.caption[:1].lower()}{table.caption[1:]}"
+    return table._replace(caption=caption, key=f"{name}-{table.key}" if table.key else "")
+
+
+def _metric_tables(card: Mapping[str, Any], config: Config) -> list[Table]:
     """Returns the metrics of a card in groups, each with its definition, its error and its level of chance."""
     known, groups = analysis.conditions(config), {}
     for metric in card["metrics"]:
         definition = analysis.define(metric["name"])
         if definition is not None and metric["name"] != "sequences":
             first = Cell(definition.label, definition.definition, name=metric["name"])
-            error = f"± {analysis.show(metric['name'], metric['se'])}" if "se" in metric else ""
-            value = Cell(analysis.show(metric["name"], metric["value"]), error)
-            beside = analysis.compared_with(metric["name"], {}, known).split(" ", 1)
-            groups.setdefault(definition.group, []).append([first, value, Cell(*beside)])
+            value = _with_error_below({"of": metric["value"], "of_se": metric.get("se")}, "of",
+                                      lambda value, name=metric["name"]: analysis.show(name, value))  # fmt: skip
+            level, _, words = analysis.compared_with(metric["name"], {}, known).partition(" ")
+            groups.setdefault(definition.group, []).append([first, value, Cell(level, words)])
     columns = ("", "value", "chance")
-    return [Table(f"{name}, {group}", columns, rows, group.replace(" ", "_")) for group, rows in groups.items()]
+    order = [group for group in dict.fromkeys(entry.group for entry in analysis.CATALOGUE.values()) if group in groups]
+    return [Table(group.capitalize(), columns, groups[group], group.replace(" ", "_")) for group in order]
 
 
 def metrics_table(caption: str, metrics: Mapping[str, Mapping[str, float]], config: Config) -> Table:
@@ -146,54 +152,54 @@ def _table(
     return [Columns(caption, columns, heading=heading)(results)._replace(key=key)] if entries else []
 
 
-def _rounding_tables(name: str, entries: Sequence[Mapping[str, Any]]) -> list[Table]:
+def _with_error_below(entry: Mapping[str, Any], key: str, show: Callable[[float], str]) -> Cell:
+    value, _, error = with_error(entry, key, show=show).partition(" ± ")
+    return Cell(value, f"±\N{NO-BREAK SPACE}{error}" if error else "")
+
+
+def _rounding_tables(entries: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Returns what formats cost, and what was measured to help those that fail."""
-
-    def cell(entry: Mapping[str, Any], key: str, show: Callable[[float], str]) -> Cell:
-        value, _, error = with_error(entry, key, show=show).partition(" ± ")
-        return Cell(value, f"± {error}" if error else "")
-
     shown = {"kl_nats": ("KL to float (nats)", number), "agreement": ("same likeliest token", share),
              "loss_added_nats": ("added to the loss (nats)", signed), "lost": ("perplexity", percent),
              "d_sink_nats": ("D_sink (nats)", signed)}  # fmt: skip
-    rows = [[Cell(of["format"], of.get("left_out", "")), *(cell(of, key, show) for key, (_, show) in shown.items())]
-            for of in entries]  # fmt: skip
+    rows = [[Cell(of["format"], of.get("left_out", "")),
+             *(_with_error_below(of, key, show) for key, (_, show) in shown.items())] for of in entries]  # fmt: skip
     columns = ["format", *(words for words, _ in shown.values())]
-    tables = [Table(f"{name}, what rounding costs", columns, rows, "rounding")] if rows else []
+    tables = [Table("What rounding costs", columns, rows, "rounding")] if rows else []
     helps = [[entry["format"], Cell("", "; ".join(f"{words}: {share(much)}" for words, much in of.items()))]
              for entry in entries if (of := remedies(entry))]  # fmt: skip
     if helps:
-        tables.append(Table(f"{name}, what helps: share of the KL divergence that it recovers",
+        tables.append(Table("What helps: share of the KL divergence that it recovers",
                             ("format", "recovered"), helps, "helps"))  # fmt: skip
     layers = [[f"{entry['format']}, {len(of['layers'])} in float", Cell("", ", ".join(of["layers"])),
-               *(cell(of, key, show) for key, (_, show) in shown.items() if key != "d_sink_nats")]
+               *(_with_error_below(of, key, show) for key, (_, show) in shown.items() if key != "d_sink_nats")]
               for entry in entries for of in entry.get("float_layers", ())]  # fmt: skip
     if layers:
-        tables.append(Table(f"{name}, with linear layers in float", ["format", "layers", *columns[1:-1]], layers))
+        tables.append(Table("With linear layers in float", ["format", "layers", *columns[1:-1]], layers))
     return tables
 
 
-def _tables(name: str, sections: Mapping[str, Any]) -> list[Table]:
+def _tables(sections: Mapping[str, Any]) -> list[Table]:
     """Returns the sections of a card as the report shows them."""
     lost = _column("lost", show=percent)
 
     def named(section: str, key: str, show: Callable[[str], str] = str) -> Entries:
         return [(show(entry[key]), entry) for entry in sections[section]]
 
-    tables = _rounding_tables(name, sections["rounding"])
-    tables += _table(f"{name}, keys and values of few bits", "cache", named("kv_cache", "format"),
+    tables = _rounding_tables(sections["rounding"])
+    tables += _table("Keys and values of few bits", "cache", named("kv_cache", "format"),
                      [_column("kl_nats", "KL to float (nats)"), _column("perplexity"), lost,
                       _column("bytes_per_token", "bytes per token")])  # fmt: skip
     places = ("layer", "channel", "head", "position", "rows", "layers")
     place = [_column(key, show=lambda value: f"{value:.0f}") for key in places]
-    tables += _table(f"{name}, largest activations", "token", named("largest_activations", "text", repr),
+    tables += _table("Largest activations", "token", named("largest_activations", "text", repr),
                      [_column("value", "largest |x|"), _column("over_median", "over the median"), *place,
                       _column("massive", "", lambda massive: "massive" if massive else "")], "largest")  # fmt: skip
-    tables += _table(f"{name}, sinks besides the first token", "token", named("secondary_sinks", "text", repr),
+    tables += _table("Sinks besides the first token", "token", named("secondary_sinks", "text", repr),
                      [_column("mass", "weight"), *place])  # fmt: skip
     streaming = sections["streaming"]
     if "window" in streaming:
-        caption = f"{name}, read with the latest {streaming['window']} tokens in view, second half of rows"
+        caption = f"Read with the latest {streaming['window']} tokens in view, second half of rows"
         kinds = {"whole": "all tokens", "sinks": f"the first {SINKS} as well", "window": "only the latest"}
         entries = [(words, {"perplexity": streaming[f"perplexity_{kind}"]}) for kind, words in kinds.items()]
         tables += _table(caption, "in view", entries, [_column("perplexity")])
@@ -207,7 +213,7 @@ def _by_layer(measured: Measured) -> list[dict[str, float]]:
     return [{name: metrics[key] for name, key in of_layer.items() if key in metrics} for of_layer in keys]
 
 
-def _layer_tables(name: str, measured: Measured) -> list[Table]:
+def _layer_tables(measured: Measured) -> list[Table]:
     """Returns the metrics of each layer, a table for each group and for the changes of the loss without a part."""
     arrays, layers = measured.arrays, _by_layer(measured)
     groups: dict[str, list[str | Quantity]] = {}
@@ -219,13 +225,13 @@ def _layer_tables(name: str, measured: Measured) -> list[Table]:
             layers = [layer | {part: float(change)} for layer, change in zip(layers, changes, strict=True)]
     entries = [(str(i), layer) for i, layer in enumerate(layers)]
     tables = [table for group, columns in groups.items()
-              for table in _table(f"{name}, {group} by layer", "layer", entries, columns)]  # fmt: skip
+              for table in _table(f"{group.capitalize()} by layer", "layer", entries, columns)]  # fmt: skip
     if "max_abs_by_channel" in arrays:
         top = [np.argsort(-channels, kind="stable")[:3] for channels in arrays["max_abs_by_channel"]]
         rows = [[str(i), *(f"{c} ({number(float(arrays['max_abs_by_channel'][i, c]))})" for c in of)]
                 for i, of in enumerate(top)]  # fmt: skip
         columns = ("layer", "first", "second", "third")[: 1 + len(top[0])]
-        tables.append(Table(f"{name}, largest channels by layer, and their largest |x|", columns, rows))
+        tables.append(Table("Largest channels by layer, and their largest |x|", columns, rows))
     return tables
 
 
@@ -236,7 +242,7 @@ def _by_head(measured: Measured) -> dict[str, np.ndarray]:
     return {name: arrays[name] for name in (first, *analysis.CATALOGUE, "knocked_out_head") if name in arrays}
 
 
-def _head_table(name: str, measured: Measured) -> Table:
+def _head_table(measured: Measured) -> Table:
     arrays, N = _by_head(measured), measured.config.model.num_heads
     order = np.argsort(-np.nan_to_num(next(iter(arrays.values()))), axis=None, kind="stable")[:_SHOWN_HEADS]
     places = [divmod(int(place), N) for place in order]
@@ -244,7 +250,7 @@ def _head_table(name: str, measured: Measured) -> Table:
                for layer, head in places]  # fmt: skip
     changed = {"knocked_out_head": _column("knocked_out_head", "loss change without it (nats)")}
     columns = [changed.get(metric, metric) for metric in arrays]
-    return _table(f"{name}, heads with the most attention on the first token", "", entries, columns)[0]
+    return _table("Heads with the most attention on the first token", "", entries, columns)[0]
 
 
 # Pictures.

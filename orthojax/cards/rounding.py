@@ -17,15 +17,15 @@ from orthojax.train.step import split_tokens
 
 TRIED_KL = 0.05  # nats: changes are tried for formats that cost more
 FAILS = 0.05  # nats: a format fails if it adds more to the loss, by more than two standard errors
-_KEPT_STATES = 2**28  # bytes
+_KEPT_STATES, _LARGEST_LOSS = 2**28, 700.0  # bytes; nats, whose exponential is a number
 _PROPAGATED_ROWS, _TRIED_ROWS, _TRIED_LAYERS = 2, 2, 8
 _Numbers = dict[str, Any]
 
 
-def mean_and_error(name: str, by_row: np.ndarray) -> dict[str, float]:
+def mean_and_error(name: str, by_row: np.ndarray, suffix: str = "") -> dict[str, float]:
     """Returns the mean over rows, and its standard error as NAME_se if there are two rows or more."""
-    error = {f"{name}_se": float(np.std(by_row, ddof=1) / math.sqrt(len(by_row)))} if len(by_row) > 1 else {}
-    return {name: float(np.mean(by_row))} | error
+    error = {f"{name}{suffix}_se": float(np.std(by_row, ddof=1) / math.sqrt(len(by_row)))} if len(by_row) > 1 else {}
+    return {f"{name}{suffix}": float(np.mean(by_row))} | error
 
 
 def fails(entry: Mapping[str, Any]) -> bool | None:
@@ -77,7 +77,8 @@ class Rounding:
             return found
         first = self.compare(rounded(setting, float_tokens=1))
         found |= _numbers(first, "_float_first")
-        found |= finite(mean_and_error("d_sink_nats", plain.loss_nats - first.loss_nats))
+        if np.isfinite(plain.loss_nats + first.loss_nats).all():
+            found |= mean_and_error("d_sink_nats", plain.loss_nats - first.loss_nats)
         if setting.inputs == "tensor":
             by_token = dataclasses.replace(setting, inputs="token", outputs=None)
             found |= self.numbers(rounded(by_token), suffix="_per_token")
@@ -120,11 +121,12 @@ class Rounding:
 
 
 def _numbers(of: quant.Divergence, suffix: str = "") -> _Numbers:
-    added = of.loss_nats - of.float_loss_nats
-    if not math.isfinite(loss := float(np.mean(of.loss_nats))) or loss > 700:
+    """Returns the numbers of a format: nan or an overflow is no number."""
+    loss = float(np.mean(of.loss_nats))
+    if not loss < _LARGEST_LOSS:
         return {"left_out": f"the perplexity{suffix} overflows"}
+    added = of.loss_nats - of.float_loss_nats
     found = {"perplexity": math.exp(loss), "lost": math.expm1(float(np.mean(added)))}
-    found |= mean_and_error("loss_added_nats", added) | mean_and_error("kl_nats", of.kl_nats)
-    found |= mean_and_error("agreement", of.agreement)
-    return {f"{name.removesuffix('_se')}{suffix}{'_se' if name.endswith('_se') else ''}": value
-            for name, value in finite(found).items()}  # fmt: skip
+    for name, by_row in {"loss_added_nats": added, "kl_nats": of.kl_nats, "agreement": of.agreement}.items():
+        found |= mean_and_error(name, by_row, suffix)
+    return finite(found | {f"{name}{suffix}": found.pop(name) for name in ("perplexity", "lost")})

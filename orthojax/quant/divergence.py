@@ -71,7 +71,8 @@ def _divergence(
     by_position = tuple(jnp.moveaxis(x, 1, 0) for x in (inputs, others, targets))
     size = max(1, _LOGITS_BYTES // (4 * B * model.config.vocab_size))
     found = jnp.moveaxis(jax.lax.map(of_position, by_position, batch_size=min(size, T)), 0, -1)  # [4, B, T]
-    return jnp.sum(jnp.where(counted, found, 0.0), axis=-1) / jnp.sum(jnp.broadcast_to(counted, (B, T)), axis=-1)
+    counted = jnp.broadcast_to(counted, (1, B, T))
+    return jnp.sum(jnp.where(counted, found, 0.0), axis=-1) / jnp.sum(counted, axis=-1)
 
 
 def _readout(model: "Transformer", params: Any, tokens: jax.Array, states: jax.Array | None) -> tuple[jax.Array, Any]:
