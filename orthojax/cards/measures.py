@@ -227,5 +227,5 @@ def _propagated(error: quant.RoundingError) -> dict[str, Any]:
     sqnr_db = {}
     for path, of in error.linear.items():  # which are infinite without noise
         if known := finite({kind: getattr(of, kind) for kind in ("whole", "inherited", "added", "added_by_token")}):
-            sqnr_db[path] = ({} if of.layer is None else {"layer": of.layer}) | known
+            sqnr_db[path] = known
     return finite({"last_state_error": error.last_state}) | {"sqnr_db": sqnr_db}

@@ -98,13 +98,8 @@ def make_card(name: str, source: str, measured: Measured, provenance: Mapping[st
     sizes = {"num_layers": model.num_layers, "d_model": model.d_model, "num_heads": model.num_heads,
              "num_kv_heads": model.kv_heads, "vocab_size": model.vocab_size}  # fmt: skip
     about = {"name": name, "source": source, "parameters": parameter_count(model)} | sizes | kinds
-    errors = {
-        name: {path: {kind: error[kind] for kind in error if kind != "layer"} for path, error in by_path.items()}
-        for name, by_path in measured.sections["sqnr_db"].items()
-    }
     parts = {"schema": SCHEMA, "model": about, "measured": dict(provenance), "metrics": metrics}
-    sections = {name: of for name, of in measured.sections.items() if name != "errors"}
-    return parts | sections | {"sqnr_db": errors}
+    return parts | {name: of for name, of in measured.sections.items() if name != "errors"}
 
 
 def read_cards(path: Path) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def report(
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
         of_model = [*_tables(card), *_metric_tables(card, model.config), *_layer_tables(model), _head_table(model)]
         tables += of_model if len(shown) == 1 else [_named(name, table) for table in of_model]
-        pictures += [*_error_pictures(name, model.sections["sqnr_db"]), *(drawn or {}).get(name, ())]
+        pictures += (drawn or {}).get(name, ())
     pictures += curve_pictures({name: dict(enumerate(_by_layer(model))) for name, model in shown.items()}, "layer")
     return Report(title=title, findings=found, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
 
@@ -274,24 +274,6 @@ def curve_pictures(curves: Mapping[str, Mapping[int, Mapping[str, float]]], x_la
             figure = figures.lines(panels, x_label=x_label, y_label="", y_scale="log" if log else "linear")
             pictures.append(Picture(f"{name}_by_{x_label}", f"{'; '.join(panels)}, by {x_label}.", figure))
     return pictures
-
-
-def _error_pictures(name: str, errors: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Picture]:
-    """Draws the means of `quant.rounding_error` by layer, a panel for each format."""
-    panels: dict[str, dict[str, figures.Curve]] = {}
-    for setting, by_path in errors.items():
-        for kind in ("whole", "inherited", "added"):
-            by_layer: dict[int, list[float]] = {}
-            for error in by_path.values():
-                if "layer" in error and kind in error:
-                    by_layer.setdefault(int(error["layer"]), []).append(error[kind])
-            means = {layer: float(np.mean(values)) for layer, values in sorted(by_layer.items())}
-            panels.setdefault(setting, {})[kind] = (list(means), np.array([list(means.values())]))
-    if not panels:
-        return []
-    figure = figures.lines(panels, x_label="layer", y_label="signal to noise (dB)")
-    caption = f"{name}: signal to quantisation noise of linear outputs, mean by layer; inherited, and added there."
-    return [Picture(f"{name}_sqnr", caption, figure)]
 
 
 def attention_picture(loaded: LoadedModel, name: str, tokens: np.ndarray, heads: Sequence[tuple[int, int]],

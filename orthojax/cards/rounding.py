@@ -15,8 +15,7 @@ from orthojax.model import LoadedModel, Transformer
 from orthojax.train import Inputs
 from orthojax.train.step import split_tokens
 
-TRIED_KL = 0.05  # nats: changes are tried for formats that cost more
-FAILS = 0.05  # nats: a format fails if it adds more to the loss, by more than two standard errors
+FAILS = 0.05  # nats: a format fails that moves predictions by more, in KL divergence; what helps is tried for these
 _KEPT_STATES, _LARGEST_LOSS = 2**28, 700.0  # bytes; nats, whose exponential is a number
 _PROPAGATED_ROWS, _TRIED_ROWS, _TRIED_LAYERS = 2, 2, 8
 _Numbers = dict[str, Any]
@@ -30,9 +29,9 @@ def mean_and_error(name: str, by_row: np.ndarray, suffix: str = "") -> dict[str,
 
 def fails(entry: Mapping[str, Any]) -> bool | None:
     """Returns whether a format of `Rounding.of_format` fails; None if it is not known."""
-    if "loss_added_nats" not in entry:
-        return True if "overflows" in entry.get("left_out", "") else None
-    return entry["loss_added_nats"] > max(FAILS, 2 * entry.get("loss_added_nats_se", 0.0))
+    if (kl := entry.get("kl_nats", entry.get("lost"))) is not None:  # cards of 0.1.0 have the loss alone
+        return kl > FAILS
+    return True if "overflows" in entry.get("left_out", "") else None
 
 
 class Rounding:
@@ -60,7 +59,7 @@ class Rounding:
             quant.divergence(self._model, self._params, other, params, *batch, self._states(i))
             for i, batch in enumerate(self._batches)
         ]
-        return quant.Divergence(*map(np.concatenate, zip(*parts, strict=True)))
+        return quant.Divergence(*(np.concatenate(of).astype(float) for of in zip(*parts, strict=True)))
 
     def numbers(self, other: Transformer, params: Any = None, suffix: str = "") -> _Numbers:
         """Returns what a model loses to the float one, and why a number is missing."""
@@ -73,7 +72,7 @@ class Rounding:
         found = _numbers(plain)
         if quantize_head:
             found |= self.numbers(rounded(setting, "", linear_head=True), suffix="_with_head")
-        if not found.get("kl_nats", math.inf) > TRIED_KL:
+        if not found.get("kl_nats", math.inf) > FAILS:
             return found
         first = self.compare(rounded(setting, float_tokens=1))
         found |= _numbers(first, "_float_first")

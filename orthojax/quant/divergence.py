@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from orthojax.ops.products import kernel_product
 
@@ -16,24 +15,19 @@ _LOGITS_BYTES = 2**26  # of the positions whose logits are compared at a time
 
 
 class Divergence(NamedTuple):
-    """The predictions of one model beside those of another: means over the counted positions of each row, [B]."""
+    """The predictions of one model beside those of another: means over the counted positions of each row, float [B]."""
 
-    float_loss_nats: np.ndarray  # of the model
-    loss_nats: np.ndarray  # of the other model
-    kl_nats: np.ndarray  # sum over tokens of p log(p / q), with p of the model and q of the other
-    agreement: np.ndarray  # fraction of positions at which both find the same token likeliest
+    float_loss_nats: Any  # of the model
+    loss_nats: Any  # of the other model
+    kl_nats: Any  # sum over tokens of p log(p / q), with p of the model and q of the other
+    agreement: Any  # fraction of positions at which both find the same token likeliest
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def divergence(
-    model: "Transformer",
-    params: Any,
-    other: "Transformer",
-    other_params: Any,
-    tokens: Any,
-    targets: Any,
-    counted: Any,
-    states: jax.Array | None = None,
-) -> Divergence:
+    model: "Transformer", params: Any, other: "Transformer", other_params: Any, tokens: jax.Array, targets: jax.Array,
+    counted: jax.Array, states: jax.Array | None = None,
+) -> Divergence:  # fmt: skip
     """Compares the predictions of `other`, such as a `rounded_model`, with those of `model` on the same rows.
 
     The KL divergence needs far fewer rows than the loss to tell two formats apart: the targets' noise is not in it.
@@ -48,15 +42,6 @@ def divergence(
       counted: Which positions count, bool [1 or B, T].
       states: What `model.apply(..., head=False)` returns for these tokens, if it is known.
     """
-    found = _divergence(model, other, params, other_params, tokens, targets, counted, states)
-    return Divergence(*np.asarray(jax.device_get(found), np.float64))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _divergence(
-    model: "Transformer", other: "Transformer", params: Any, other_params: Any, tokens: jax.Array, targets: jax.Array,
-    counted: jax.Array, states: jax.Array | None,
-) -> jax.Array:  # fmt: skip
     inputs, logits = _readout(model, params, tokens, states)
     others, other_logits = _readout(other, other_params, tokens, None)
     B, T = tokens.shape
@@ -72,7 +57,7 @@ def _divergence(
     size = max(1, _LOGITS_BYTES // (4 * B * model.config.vocab_size))
     found = jnp.moveaxis(jax.lax.map(of_position, by_position, batch_size=min(size, T)), 0, -1)  # [4, B, T]
     counted = jnp.broadcast_to(counted, (1, B, T))
-    return jnp.sum(jnp.where(counted, found, 0.0), axis=-1) / jnp.sum(counted, axis=-1)
+    return Divergence(*jnp.sum(jnp.where(counted, found, 0.0), axis=-1) / jnp.sum(counted, axis=-1))
 
 
 def _readout(model: "Transformer", params: Any, tokens: jax.Array, states: jax.Array | None) -> tuple[jax.Array, Any]:
