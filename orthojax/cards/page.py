@@ -165,7 +165,8 @@ def _rounding_tables(entries: Sequence[Mapping[str, Any]]) -> list[Table]:
     rows = [[Cell(of["format"], of.get("left_out", "")),
              *(_with_error_below(of, key, show) for key, (_, show) in shown.items())] for of in entries]  # fmt: skip
     columns = ["format", *(words for words, _ in shown.values())]
-    tables = [Table("What rounding costs", columns, rows, "rounding")] if rows else []
+    caption = "What rounding costs; D_sink is the loss that goes with the first token in float"
+    tables = [Table(caption, columns, rows, "rounding")] if rows else []
     helps = [[entry["format"], Cell("", "; ".join(f"{words}: {share(much)}" for words, much in of.items()))]
              for entry in entries if (of := remedies(entry))]  # fmt: skip
     if helps:
