@@ -129,16 +129,10 @@ def test_sentences_say_what_breaks_and_what_helps():
         assert words in massive.says
     for words in ("Fails: int8_coarse", "1 ± 0.02 nats", "2 of 3 formats fail, also w4a4", "; 0.4 ± 0.1 of this goes"):
         assert words in fails.says
-    assert list(remedies(broken)) == [
-        "scales for each token",
-        "b and c in float",
-        "a rotation",
-        "the first token in float",
-    ]
+    assert list(remedies(broken)) == ["_per_token", "_float_layers", "_rotated", "_float_first"]
     assert "For int8_coarse, scales for each token recovers 98%" in to_do.says
-    assert "b and c in float: 75%" in to_do.says
-    assert "the first token in float: nothing" in to_do.says
-    assert "For w4a4 nothing was tried" in to_do.says
+    assert "(b and c in float: 75%, a rotation: 30%, the first token in float: nothing)" in to_do.says
+    assert "w4a4 nothing was tried" in to_do.says
     assert ("int8_coarse", "helps", "int8_coarse") in to_do.rows
 
 

@@ -11,10 +11,11 @@ from orthojax.formatting import number, percent, share
 _STANDS_OUT = 5.0  # times the level of a Gaussian
 _DESTROYED = 9.0  # relative loss of perplexity from which a difference of losses says little
 _OTHERS = 2  # formats whose best remedy is named as well
-_REMEDIES = {
+REMEDIES = {
     "_per_token": "scales for each token",
     "_float_first": "the first token in float",
     "_rotated": "a rotation",
+    "_float_layers": "layers in float",
 }
 Card = Mapping[str, Any]
 
@@ -65,7 +66,7 @@ def _massive(card: Card) -> Finding:
 
 def _sinks(card: Card) -> str:
     rate = next((metric["value"] for metric in card["metrics"] if metric["name"] == "sink_rate"), None)
-    return "Sinks: not measured." if rate is None else f"{share(rate)} of the heads are sinks, over 30% on one token."
+    return "Sinks: not measured." if rate is None else f"{share(rate)} of the heads are sinks (30% on the first token)."
 
 
 def failing(card: Card) -> list[Card]:
@@ -106,20 +107,20 @@ def _through(entry: Card) -> str:
     return words + (", which says little of a destroyed model" if entry["lost"] > _DESTROYED else "")
 
 
-def remedies(entry: Card) -> dict[str, float]:
-    """Returns what was tried for a format, in words -> share of the KL divergence that it recovers, best first.
+def remedies(entry: Card) -> dict[str, tuple[float, str]]:
+    """Returns what was tried for a format, as in `REMEDIES` -> share of the KL divergence it recovers, in words.
 
-    Of the layers in float it is the fewest that recover half, or all three.
+    The best are first. Of the layers in float it is the fewest that recover half, or all three.
     """
     if not entry.get("kl_nats"):
         return {}
-    tried = {words: entry.get(f"kl_nats{suffix}") for suffix, words in _REMEDIES.items()}
+    tried = {kind: (entry.get(f"kl_nats{kind}"), words) for kind, words in REMEDIES.items()}
     layers = [of for of in entry.get("float_layers", ()) if "kl_nats" in of]
     if layers:
         of = next((of for of in layers if of["kl_nats"] < entry["kl_nats"] / 2), layers[-1])
-        tried[f"{' and '.join(of['layers'])} in float"] = of["kl_nats"]
-    recovered = {words: 1 - kl / entry["kl_nats"] for words, kl in tried.items() if kl is not None}
-    return dict(sorted(recovered.items(), key=lambda item: -item[1]))
+        tried["_float_layers"] = of["kl_nats"], f"{' and '.join(of['layers'])} in float"
+    recovered = {kind: (1 - kl / entry["kl_nats"], words) for kind, (kl, words) in tried.items() if kl is not None}
+    return dict(sorted(recovered.items(), key=lambda item: -item[1][0]))
 
 
 def _to_do(card: Card) -> Finding:
@@ -128,14 +129,17 @@ def _to_do(card: Card) -> Finding:
         known = any(fails(entry) is not None for entry in card.get("rounding", ()))
         return Finding("Nothing to do: these formats cost little." if known else "What to do: not measured.")
     shown = failed[: 1 + _OTHERS]
-    says = " ".join(_advice(entry["format"], list(remedies(entry).items())) for entry in shown)
-    return Finding(says, [(entry["format"], "helps", entry["format"]) for entry in shown if remedies(entry)])
+    says = "; ".join(_advice(entry["format"], list(remedies(entry).values()), i) for i, entry in enumerate(shown))
+    return Finding(f"For {says}.", [(of["format"], "helps", of["format"]) for of in shown if remedies(of)])
 
 
-def _advice(name: str, recovered: Sequence[tuple[str, float]]) -> str:
+def _advice(name: str, recovered: Sequence[tuple[float, str]], others: int) -> str:
+    """Returns what helps a format most, and for the first one also what helps less."""
     if not recovered:
-        return f"For {name} nothing was tried."
-    (best, much), *rest = recovered
-    others = ", ".join(f"{words}: {share(much) if much > 0 else 'nothing'}" for words, much in rest)
-    start = f"For {name}, " if much > 0.5 else f"Nothing recovers half of what {name} loses; "
-    return f"{start}{best} recovers {share(max(much, 0.0))} of the KL divergence{f' ({others})' if rest else ''}."
+        return f"{name} nothing was tried"
+    (much, best), *rest = recovered
+    if others:
+        return f"{name}, {best}: {share(max(much, 0.0))}"
+    less = ", ".join(f"{words}: {share(of) if of > 0 else 'nothing'}" for of, words in rest)
+    start = "" if much > 0.5 else "nothing recovers half; "
+    return f"{name}, {start}{best} recovers {share(max(much, 0.0))} of the KL divergence{f' ({less})' if rest else ''}"

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from orthojax import analysis
-from orthojax.cards.findings import Finding, findings, remedies, with_error
+from orthojax.cards.findings import REMEDIES, Finding, findings, remedies, with_error
 from orthojax.cards.measures import SINKS, Measured
+from orthojax.cards.rounding import fails
 from orthojax.config import Config
 from orthojax.errors import UserError
 from orthojax.formatting import number, percent, share, signed
@@ -167,16 +168,17 @@ def _rounding_tables(entries: Sequence[Mapping[str, Any]]) -> list[Table]:
     columns = ["format", *(words for words, _ in shown.values())]
     caption = "What rounding costs; D_sink is the loss that goes with the first token in float"
     tables = [Table(caption, columns, rows, "rounding")] if rows else []
-    helps = [[entry["format"], Cell("", "; ".join(f"{words}: {share(much)}" for words, much in of.items()))]
-             for entry in entries if (of := remedies(entry))]  # fmt: skip
-    if helps:
-        tables.append(Table("What helps: share of the KL divergence that it recovers",
-                            ("format", "recovered"), helps, "helps"))  # fmt: skip
-    layers = [[f"{entry['format']}, {len(of['layers'])} in float", Cell("", ", ".join(of["layers"])),
-               *(_with_error_below(of, key, show) for key, (_, show) in shown.items() if key != "d_sink_nats")]
-              for entry in entries for of in entry.get("float_layers", ())]  # fmt: skip
-    if layers:
-        tables.append(Table("With linear layers in float", ["format", "layers", *columns[1:-1]], layers))
+    failed = [entry for entry in entries if remedies(entry) and fails(entry)]
+    helps = [[entry["format"], *(Cell(share(of[kind][0]), of[kind][1] if kind == "_float_layers" else "")
+                                 if kind in of else "-" for kind in REMEDIES)]
+             for entry in failed for of in (remedies(entry),)]  # fmt: skip
+    caption = "What helps: share of the KL divergence that it recovers"
+    tables += [Table(caption, ["format", *REMEDIES.values()], helps, "helps")] if helps else []
+    layers = [[f"{entry['format']}, {len(of['layers'])}", Cell("", ", ".join(of["layers"])),
+               *(_with_error_below(of, key, shown[key][1]) for key in ("kl_nats", "loss_added_nats"))]
+              for entry in failed for of in entry.get("float_layers", ())]  # fmt: skip
+    columns = ["format", "layers in float", shown["kl_nats"][0], shown["loss_added_nats"][0]]
+    tables += [Table("With one, two and three linear layers in float", columns, layers)] if layers else []
     return tables
 
 
