@@ -161,25 +161,23 @@ def _with_error_below(entry: Mapping[str, Any], key: str, show: Callable[[float]
 def _rounding_tables(entries: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Returns what formats cost, and what was measured to help those that fail."""
     shown = {"kl_nats": ("KL to float (nats)", number), "agreement": ("same likeliest token", share),
-             "loss_added_nats": ("added to the loss (nats)", signed), "lost": ("perplexity", percent),
-             "d_sink_nats": ("D_sink (nats)", signed)}  # fmt: skip
+             "loss_added_nats": ("added to the loss (nats)", signed), "lost": ("perplexity", percent)}  # fmt: skip
     rows = [[Cell(of["format"], of.get("left_out", "")),
              *(_with_error_below(of, key, show) for key, (_, show) in shown.items())] for of in entries]  # fmt: skip
     columns = ["format", *(words for words, _ in shown.values())]
-    caption = "What rounding costs; D_sink is the loss that goes with the first token in float"
-    tables = [Table(caption, columns, rows, "rounding")] if rows else []
-    failed = [entry for entry in entries if remedies(entry) and fails(entry)]
-    helps = [[entry["format"], *(Cell(share(of[kind][0]), of[kind][1] if kind == "_float_layers" else "")
-                                 if kind in of else "-" for kind in REMEDIES)]
-             for entry in failed for of in (remedies(entry),)]  # fmt: skip
-    caption = "What helps: share of the KL divergence that it recovers"
-    tables += [Table(caption, ["format", *REMEDIES.values()], helps, "helps")] if helps else []
+    tables = [Table("What rounding costs", columns, rows, "rounding")] if rows else []
+    failed = [(entry, of) for entry in entries if (of := remedies(entry)) and fails(entry)]
+    kinds = [kind for kind in REMEDIES if any(kind in of for _, of in failed)]
+    helps = [[entry["format"], *(share(of[kind][0]) if kind in of else "-" for kind in kinds),
+              _with_error_below(entry, "d_sink_nats", signed)] for entry, of in failed]  # fmt: skip
+    caption = "What helps: share of the KL divergence; D_sink, the loss that goes with the first token in float"
+    columns = ["format", *(REMEDIES[kind] for kind in kinds), "D_sink (nats)"]
+    tables += [Table(caption, columns, helps, "helps")] if helps else []
     layers = [[f"{entry['format']}, {len(of['layers'])}", Cell("", ", ".join(of["layers"])),
                *(_with_error_below(of, key, shown[key][1]) for key in ("kl_nats", "loss_added_nats"))]
-              for entry in failed for of in entry.get("float_layers", ())]  # fmt: skip
+              for entry, _ in failed for of in entry.get("float_layers", ())]  # fmt: skip
     columns = ["format", "layers in float", shown["kl_nats"][0], shown["loss_added_nats"][0]]
-    tables += [Table("With one, two and three linear layers in float", columns, layers)] if layers else []
-    return tables
+    return tables + ([Table("With one, two and three linear layers in float", columns, layers)] if layers else [])
 
 
 def _tables(sections: Mapping[str, Any]) -> list[Table]:
