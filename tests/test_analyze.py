@@ -17,7 +17,7 @@ from tiny_run import loaded as tiny_loaded
 from orthojax.cards import measure_model, read_rows, read_token_ids
 from orthojax.cards.page import attention_picture
 from orthojax.commands import analyze
-from orthojax.commands.analyze import checkpoint_series
+from orthojax.commands.analyze import series
 from orthojax.commands.cli import named_paths
 from orthojax.config import ModelConfig, replace
 from orthojax.data.tokenizers import ByteTokenizer
@@ -233,10 +233,21 @@ def test_token_ids_may_be_a_stream(tmp_path):
 def test_checkpoints_of_run_are_a_series_by_step(models):
     checkpoints = models / "run" / "checkpoints"
     wanted = {"5": str(checkpoints / "5"), "20": str(checkpoints / "20")}
-    assert list(checkpoint_series(str(models / "run")).items()) == list(wanted.items())
-    assert checkpoint_series(str(checkpoints)) == wanted
+    assert list(series(str(models / "run")).items()) == list(wanted.items())
+    assert series(str(checkpoints)) == wanted
     with pytest.raises(UserError, match="planted"):
-        checkpoint_series(str(models / "planted"))
+        series(str(models / "planted"))
+
+
+def test_a_series_may_be_of_folders_checkpoints_and_revisions(models, tmp_path):
+    run = models / "run"
+    assert series(f"{run}@20,step5") == {"20": str(run / "checkpoints/20"), "5": str(run / "checkpoints/5")}
+    (tmp_path / "step1000-tokens2B").mkdir()
+    expected = {"1000": str(tmp_path / "step1000-tokens2B"), "2000": f"{tmp_path}@step2000"}
+    assert series(f"{tmp_path}@step1000-tokens2B,step2000") == expected
+    for wrong in ("a@main,step1", "a@step1,step01"):
+        with pytest.raises(UserError, match="another number"):
+            series(wrong)
 
 
 def test_models_of_two_shapes_are_no_series(models, tmp_path, monkeypatch):
@@ -275,7 +286,7 @@ def test_the_command_writes_results_and_reports(models, tmp_path):
 @pytest.mark.slow
 def test_a_series_is_drawn_over_steps(models, tmp_path):
     options = [f"--token_ids={models / 'run.npy'}", f"--length={T}", "--settings=none", "--rows=4"]
-    done = run("analyze", f"--model={models / 'run'}", "--checkpoints", *options, cwd=tmp_path)
+    done = run("analyze", f"--model={models / 'run'}@5,20", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "runs/analyze/run_checkpoints/results.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == ["5", "20"]

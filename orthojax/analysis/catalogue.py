@@ -212,7 +212,8 @@ _ATTENTION = [
                "Mean weight on key 0 over queries, heads and layers.", _mass, _ZERO,
                curves="first_attention_fraction"),  # weights of ReLU attention may exceed 1
     Definition("sink_rate", "sink heads", "fraction",
-               "Fraction of heads whose mean weight on key 0 is above 0.3.", low=0, high=1),
+               "Fraction of heads whose mean weight on key 0 is above 0.3.", low=0, high=1,
+               curves="first_attention_fraction"),
     Definition("gu_sink_rate", "sinks at the first token", "fraction",
                "Fraction of (sequence, head) whose mean weight on key 0 is above 0.3.", low=0, high=1, source=_GU),
     Definition("gu_sink_rate_any", "sinks at any token", "fraction",

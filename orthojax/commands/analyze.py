@@ -2,7 +2,8 @@
 
 --model takes a pretrained model (a folder of config.json and safetensors, a .gguf file, a name in the local Hugging
 Face cache, smollm2) and runs of orthojax train; several, with or without names, are compared:
---model=base=PATH,tuned=PATH. --checkpoints measures every checkpoint that a run kept, as a series over its steps.
+--model=base=PATH,tuned=PATH. --model=NAME@step1000,step2000 measures revisions, folders or checkpoints of one model as
+a series over its steps, and --checkpoints every one that a run kept.
 Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head. Two
 texts need no files: topics (Python's documentation, the default) and stdlib (its sources); held_out is the run's own
 evaluation set, always used for a run on Bigram-Backcopy.
@@ -62,12 +63,26 @@ def define_flags() -> None:
     flags.DEFINE_string("workdir", "", "Folder of results and reports; runs/analyze/NAMES by default.")
 
 
-def checkpoint_series(run: str) -> dict[str, str]:
-    """Returns step -> path of the checkpoints that a run kept, in order; raises UserError for fewer than two."""
-    for folder in (Path(run) / "checkpoints", Path(run)):
-        if len(steps := steps_in(folder)) > 1:
-            return {str(step): str(folder / str(step)) for step in steps}
-    raise UserError(f"--checkpoints: fewer than two in {run}", allowed="the workdir of a run with several")
+def series(given: str) -> dict[str, str]:
+    """Returns step -> path, in the order of `NAME@STEP,STEP`, or of the checkpoints that a run kept.
+
+    A step is a folder in NAME, a checkpoint of the run NAME, or a revision in the local Hugging Face cache; of its
+    name, such as step1000, the first number counts. Raises UserError for fewer than two.
+    """
+    name, _, steps = given.partition("@")
+    if not steps:
+        for folder in (Path(name) / "checkpoints", Path(name)):
+            if len(found := steps_in(folder)) > 1:
+                return {str(step): str(folder / str(step)) for step in found}
+        raise UserError(f"--checkpoints: fewer than two in {name}", allowed="the workdir of a run with several")
+    paths = {}
+    for step in steps.split(","):
+        number = re.search(r"\d+", step)
+        if number is None or str(int(number[0])) in paths:
+            raise UserError(f"--model={given}: {step!r}", allowed="NAME@STEP,STEP with another number in each")
+        folders = [Path(name) / step, Path(name) / "checkpoints" / str(int(number[0]))]
+        paths[str(int(number[0]))] = str(next((folder for folder in folders if folder.is_dir()), f"{name}@{step}"))
+    return paths
 
 
 def _checked_config(path: str) -> Any:
@@ -172,7 +187,8 @@ def _measure(name: str, path: str, workdir: Path, settings: Any) -> tuple[Any, d
 def main(_: list[str]) -> None:
     if not FLAGS.model:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
-    models = checkpoint_series(FLAGS.model[0]) if FLAGS.checkpoints else cli.named_paths(FLAGS.model)
+    in_series = FLAGS.checkpoints or re.fullmatch(r"[^=,]+@[^=,/]+(,[^=,/]+)+", FLAGS.model[0]) is not None
+    models = series(FLAGS.model[0]) if in_series else cli.named_paths(FLAGS.model)
     _heads()  # refused before any work
     for path in models.values():
         find_place(path)
@@ -189,17 +205,19 @@ def main(_: list[str]) -> None:
     settings = named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
     others = [card for path in FLAGS.card for card in read_cards(Path(path))]
     configs = [_checked_config(path) for path in models.values()]
-    if FLAGS.checkpoints and len({config.model for config in configs}) > 1:
-        problem = f"--checkpoints: the models in {FLAGS.model[0]} differ: {', '.join(models)}"
+    if in_series and len({config.model for config in configs}) > 1:
+        problem = f"the models in {FLAGS.model[0]} differ: {', '.join(models)}"
         raise UserError(problem, allowed="checkpoints of one run")
-    series = f"{Path(FLAGS.model[0]).name}_checkpoints"
-    workdir = Path(FLAGS.workdir or f"runs/analyze/{series if FLAGS.checkpoints else '-'.join(models)[:100]}")
+    named = f"{Path(FLAGS.model[0].partition('@')[0]).name}_checkpoints"
+    workdir = Path(FLAGS.workdir or f"runs/analyze/{named if in_series else '-'.join(models)[:100]}")
     keep_compiled_programs(FLAGS.compile_cache)
     with folder_of_one(workdir, "workdir"):
-        _analyze(models, workdir, settings, others)
+        _analyze(models, workdir, settings, others, in_series=in_series)
 
 
-def _analyze(models: Mapping[str, str], workdir: Path, settings: Any, others: Sequence[Any]) -> None:
+def _analyze(
+    models: Mapping[str, str], workdir: Path, settings: Any, others: Sequence[Any], *, in_series: bool
+) -> None:
     """Measures models, name -> path, and writes their cards, arrays and page."""
     import numpy as np
 
@@ -230,7 +248,7 @@ def _analyze(models: Mapping[str, str], workdir: Path, settings: Any, others: Se
     content = {"experiment": "analyze", "scale": "given", "provenance": provenance, "rows": rows}
     write_with_digest(workdir / "results.json", content)
     notes = [command, f"{provenance['date']}, {provenance['device']}, {seconds} seconds; arrays in arrays/"]
-    steps = list(map(int, models)) if FLAGS.checkpoints else ()
+    steps = list(map(int, models)) if in_series else ()
     page = report(measured, made, notes, steps=steps, drawn=drawn, others=others)
     write_report(page, workdir)
     print_report(page._replace(tables=page.tables[:1]))
