@@ -131,6 +131,14 @@ CASES = {
     "olmo2, yarn, attention_factor": ("olmo2", GROUPED | {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "attention_factor": 1.2, "truncate": False,
         "original_max_position_embeddings": 16}}),
+    "olmo3": ("olmo3", GROUPED | {"num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3, stretched": ("olmo3", GROUPED | {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "attention_factor": 1.2,
+                            "original_max_position_embeddings": 16}}),
+    "seed_oss": ("seed_oss", GROUPED | {"head_dim": 12}),
+    "seed_oss without biases": ("seed_oss", GROUPED | {
+        "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
     "granite_swa": ("granite_swa", GROUPED | {
         "sliding_window": 5, "layer_rope_theta": [100.0, 0, 100.0], "attention_multiplier": 0.5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),

@@ -7,15 +7,17 @@ import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from small_runs import ROOT, python
 from tiny_run import TINY as RUN
 from tiny_run import drawn_params, loaded
 
+from orthojax import analysis
 from orthojax.config import replace
 from orthojax.data.tokenizers import ByteTokenizer
-from orthojax.model import generate
+from orthojax.model import Interventions, generate
 
 slow = pytest.mark.slow
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -108,9 +110,27 @@ def test_the_model_for_lm_eval_has_its_interface(monkeypatch):
     assert cut == made.split(stop)[0]
 
 
+def test_patching_a_head_is_reading_with_its_weights():
+    config = replace(RUN, {"model.num_layers": 2, "model.num_heads": 2})
+    own = loaded(config, drawn_params(config.model, 0.5))
+    clean, other = (np.random.default_rng(seed).integers(0, 32, (1, 6)) for seed in (0, 1))
+    found = runpy.run_path(str(ROOT / "examples/patch_heads.py"))["patched"](own, clean, other, 3)
+    seen = [analysis.measure(own, [ids], lambda taps: taps.attention_weights) for ids in (clean, other)]
+
+    def log_prob(weights):
+        forced = Interventions(forced_weights=weights, forced_share=np.ones((2, 2)))
+        return jax.nn.log_softmax(own.model.apply({"params": own.params}, other, interventions=forced)[0][0, -1])[3]
+
+    # In the last layer nothing that heads read depends on what others do: their own weights are those of the prompt.
+    mixed = np.array(seen[1])
+    mixed[1, :, 1] = seen[0][1, :, 1]
+    assert found[1, 1] == pytest.approx(float(log_prob(mixed) - log_prob(seen[1])), abs=1e-5)
+    assert abs(found).max() > 1e-3
+
+
 def test_every_example_is_tested():
     tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
-    tested |= {"recommended_linen.py", "recommended_nnx.py", "lm_eval_model.py"}
+    tested |= {"recommended_linen.py", "recommended_nnx.py", "lm_eval_model.py", "patch_heads.py"}
     assert {path.name for path in EXAMPLES} == tested
 
 

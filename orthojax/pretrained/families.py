@@ -361,6 +361,25 @@ OLMO2 = Family(
         *norm_rows("layers.{}.post_feedforward_layernorm", "layers/mlp_norm"),
     ],
 )
+OLMO3 = dataclasses.replace(  # positions of layers with windows are not stretched
+    OLMO2,
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    fields=OLMO2.fields | {"sliding_window": Same("attention_window", 4096)},
+    windowed=lambda foreign, layer: (layer + 1) % 4 != 0,
+)
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    _LLAMA_BASE,
+    _LLAMA_FIELDS | {
+        "attention_bias": Choice("use_bias", {True: "qkv", False: False}, True),
+        "attention_out_bias": Only((False,)),
+        "head_dim": Same("d_head", 128),
+        "num_key_value_heads": Same("num_kv_heads", 8),
+    },
+    _LLAMA_WEIGHTS,
+)  # fmt: skip
 GPT_NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
@@ -850,5 +869,5 @@ GRANITE_SWA = Family(
               _write_granite),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE_SWA)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE_SWA, OLMO3, SEED_OSS)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
