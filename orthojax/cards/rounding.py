@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from orthojax import quant
+from orthojax.errors import UserError
 from orthojax.files import finite
-from orthojax.model import LoadedModel, Transformer
+from orthojax.model import LoadedModel, Transformer, mesh_of
 from orthojax.train import Inputs
+from orthojax.train.mesh import in_mesh
 from orthojax.train.step import split_tokens
 
 FAILS = 0.05  # nats: a format fails that moves predictions by more, in KL divergence; what helps is tried for these
@@ -55,10 +57,11 @@ class Rounding:
     def compare(self, other: Transformer, params: Any = None) -> quant.Divergence:
         """Compares a model, with parameters of its own or those of the float one, with that on all rows."""
         params = self._params if params is None else params
-        parts = [
-            quant.divergence(self._model, self._params, other, params, *batch, self._states(i))
-            for i, batch in enumerate(self._batches)
-        ]
+        with in_mesh(mesh_of(self._params)):
+            parts = [
+                quant.divergence(self._model, self._params, other, params, *batch, self._states(i))
+                for i, batch in enumerate(self._batches)
+            ]
         return quant.Divergence(*(np.concatenate(of).astype(float) for of in zip(*parts, strict=True)))
 
     def numbers(self, other: Transformer, params: Any = None, suffix: str = "") -> _Numbers:
@@ -84,8 +87,11 @@ class Rounding:
         return found if quick else found | {"float_layers": self._rescued(setting)}
 
     def rotated(self, setting: quant.QuantizationSetting) -> _Numbers:
-        """Returns what a format costs after a rotation; UserError for a model that cannot be rotated."""
-        params, config, wrap = quant.rotate_after_training(self._params, self._config)
+        """Returns what a format costs after a rotation."""
+        try:
+            params, config, wrap = quant.rotate_after_training(self._params, self._config)
+        except UserError as error:
+            return {"left_out": f"a rotation: {error}".partition("\n")[0]}
         model = quant.rounded_model(config, setting)
         return self.numbers(model.clone(linear=wrap(model.linear)), params, "_rotated")
 
@@ -110,7 +116,8 @@ class Rounding:
 
         def score(chosen: list[str]) -> float:
             params = quant.switched_params(self._params, chosen)
-            return float(quant.divergence(self._model, self._params, model, params, *few).kl_nats.mean())
+            with in_mesh(mesh_of(self._params)):
+                return float(quant.divergence(self._model, self._params, model, params, *few).kl_nats.mean())
 
         layers = quant.rescue(candidates, score)
         return [
