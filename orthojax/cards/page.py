@@ -20,9 +20,10 @@ from orthojax.report.results import Numbers, Quantity, Result, Results
 from orthojax.report.tables import Columns
 
 _SHOWN_HEADS, _SHOWN_TOKENS = 12, 64
-# Of the metrics in cards, those beside each other.
-_COMPARED = ("perplexity", "bits_per_byte", "kurtosis_first", "kurtosis_rest", "max_over_median",
+# Of the metrics and formats in cards, those beside each other.
+_COMPARED = ("perplexity", "bits_per_byte", "kurtosis_first", "max_over_median",
              "first_attention_fraction", "sink_rate", "gu_sink_rate", "max_attention_logit")  # fmt: skip
+_COMPARED_FORMATS = ("int8_coarse", "int4_zeropoint", "w4a4", "w4a4kv4", "fp8_e4m3", "mxfp4", "nvfp4")
 _QUANTISED = "perplexity_"  # how the names of metrics of quantised models begin
 
 
@@ -305,22 +306,16 @@ def attention_picture(loaded: LoadedModel, name: str, tokens: np.ndarray, heads:
 
 
 def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns a sortable table of cards: their main metrics, and what each format costs."""
-    metrics = {name: (analysis.label(name), lambda value, name=name: analysis.show(name, value)) for name in _COMPARED}
-    values, formats = [], {}
-    for card in cards:
-        values.append({metric["name"]: metric["value"] for metric in card["metrics"]})
-        for entry in [*card.get("rounding", []), *card.get("kv_cache", [])]:
-            kinds = {"kl_nats": ("KL at {} (nats)", number), "lost": ("lost at {}", percent)}
-            kinds["lost_rotated"] = "lost at {}, rotated", percent
-            for key, (words, show) in kinds.items():
-                if key in entry:
-                    values[-1][words.format(entry["format"])] = entry[key]
-                    formats[words.format(entry["format"])] = words.format(entry["format"]), show
-    columns = {name: of for name, of in (metrics | formats).items() if any(name in card for card in values)}
-    if any(name.startswith("KL") for name in columns):
-        columns = {name: of for name, of in columns.items() if not name.startswith("lost")}
-    rows = [[card["model"]["name"], *(show(of[name]) if name in of else "-" for name, (_, show) in columns.items())]
-            for card, of in zip(cards, values, strict=True)]  # fmt: skip
-    headings = ["model", *(words for words, _ in columns.values())]
+    """Returns a sortable table of cards: their main metrics, and the KL divergence or loss of the main formats."""
+    metrics = [{metric["name"]: metric["value"] for metric in card["metrics"]} for card in cards]
+    formats = [{entry["format"]: entry for part in ("rounding", "kv_cache") for entry in card.get(part, ())
+                if "lost" in entry} for card in cards]  # fmt: skip
+    with_kl = all("kl_nats" in entry for of in formats for entry in of.values())  # cards of 0.1.0 have none
+    key, words, show = ("kl_nats", "KL at {} (nats)", number) if with_kl else ("lost", "lost at {}", percent)
+    names = [name for name in _COMPARED if any(name in of for of in metrics)]
+    rounded = [name for name in _COMPARED_FORMATS if any(name in of for of in formats)]
+    rows = [[card["model"]["name"], *(analysis.show(name, of[name]) if name in of else "-" for name in names),
+             *(show(lost[name][key]) if name in lost else "-" for name in rounded)]
+            for card, of, lost in zip(cards, metrics, formats, strict=True)]  # fmt: skip
+    headings = ["model", *map(analysis.label, names), *map(words.format, rounded)]
     return Table("Models beside each other; a click on a column sorts", headings, rows, sortable=True)
