@@ -134,8 +134,8 @@ CASES = {
     "olmo3": ("olmo3", GROUPED | {"num_hidden_layers": 4, "sliding_window": 5}),
     "olmo3, stretched": ("olmo3", GROUPED | {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "attention_factor": 1.2,
-                            "original_max_position_embeddings": 16}}),
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                            "full_attention": YARN | {"factor": 4.0, "mscale": None, "mscale_all_dim": None}}}),
     "seed_oss": ("seed_oss", GROUPED | {"head_dim": 12}),
     "seed_oss without biases": ("seed_oss", GROUPED | {
         "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),

@@ -129,17 +129,16 @@ def _to_do(card: Card) -> Finding:
         known = any(fails(entry) is not None for entry in card.get("rounding", ()))
         return Finding("Nothing to do: these formats cost little." if known else "What to do: not measured.")
     shown = failed[: 1 + _OTHERS]
-    says = "; ".join(_advice(entry["format"], list(remedies(entry).values()), i) for i, entry in enumerate(shown))
-    return Finding(f"For {says}.", [(of["format"], "helps", of["format"]) for of in shown if remedies(of)])
+    says = "; ".join(f"at {of['format']}, {_advice(list(remedies(of).values()), i)}" for i, of in enumerate(shown))
+    rows = [(of["format"], "helps", of["format"]) for of in shown if remedies(of)]
+    return Finding(f"What recovers the KL divergence: {says}.", rows)
 
 
-def _advice(name: str, recovered: Sequence[tuple[float, str]], others: int) -> str:
-    """Returns what helps a format most, and for the first one also what helps less."""
+def _advice(recovered: Sequence[tuple[float, str]], others: int) -> str:
+    """Returns what helps a format, best first; for those after the first one only the best."""
     if not recovered:
-        return f"{name} nothing was tried"
-    (much, best), *rest = recovered
-    if others:
-        return f"{name}, {best}: {share(max(much, 0.0))}"
-    less = ", ".join(f"{words}: {share(of) if of > 0 else 'nothing'}" for of, words in rest)
-    start = "" if much > 0.5 else "nothing recovers half; "
-    return f"{name}, {start}{best} recovers {share(max(much, 0.0))} of the KL divergence{f' ({less})' if rest else ''}"
+        return "nothing was tried"
+    if recovered[0][0] <= 0:
+        return "nothing that was tried"
+    shown = [f"{words} {share(much) if much > 0 else 'nothing'}" for much, words in recovered]
+    return ("" if recovered[0][0] > 0.5 else "less than half: ") + ", ".join(shown[:1] if others else shown)

@@ -361,12 +361,22 @@ OLMO2 = Family(
         *norm_rows("layers.{}.post_feedforward_layernorm", "layers/mlp_norm"),
     ],
 )
-OLMO3 = dataclasses.replace(  # positions of layers with windows are not stretched
+
+
+def _read_olmo3(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    local = (foreign.get("rope_parameters") or {}).get("sliding_attention") or {}
+    return {"rope_local_theta": local.get("rope_theta", 500_000.0)}  # whatever the older `rope_theta` says
+
+
+OLMO3 = dataclasses.replace(
     OLMO2,
     name="olmo3",
     architecture="Olmo3ForCausalLM",
-    fields=OLMO2.fields | {"sliding_window": Same("attention_window", 4096)},
+    fields={**OLMO2.fields, "sliding_window": Same("attention_window", 4096)},
+    rope={"rope_theta": 500_000.0},
     windowed=lambda foreign, layer: (layer + 1) % 4 != 0,
+    local_rope=True,
+    more=More(frozenset(), _read_olmo3, lambda c: {}),
 )
 SEED_OSS = Family(
     "seed_oss",
