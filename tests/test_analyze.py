@@ -274,7 +274,7 @@ def test_the_command_writes_results_and_reports(models, tmp_path):
     done = run("analyze", f"--model=sink={models / 'planted'},random={models / 'run'}", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "runs/analyze/sink-random/results.json").read_text())
-    assert {"experiment", "scale", "provenance", "rows"} == found.keys()
+    assert {"experiment", "scale", "provenance", "rows", "sha256"} == found.keys()
     assert [(row["variant"], row["seed"]) for row in found["rows"]] == [("sink", 0), ("random", 0)]
     assert found["rows"][0]["metrics"]["sink_rate"] == 1.0
     report = (tmp_path / "runs/analyze/sink-random/report.md").read_text()

@@ -79,6 +79,7 @@ KINDS = {
     "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
     "granite_swa": (llama2("tiny", **UNROLLED, d_head=6, normalizer="learned_sink", attention_window=(3, None),
                            rotary_layers=(True, False), use_bias="attention", logits_width=9), "granite_swa"),
+    "olmo3": (llama2("tiny", **UNROLLED, qk_norm="all", block="output_norm", attention_window=(3, None)), "olmo3"),
     "dynamic": (llama2("tiny", **SMALL, rope=RopeConfig(1.0, "dynamic", 4.0, 16)), "llama"),
     "windows of two sizes": (llama2("tiny", **UNROLLED, use_bias="qkv", attention_window=(4, 3)), "orthojax"),
     "pythia": (
