@@ -28,7 +28,7 @@ QUICK = ("int8_coarse", "w4a4")
 ROTATED = (*QUICK, *(name for name in quant.FLOATS if quant.setting_named(name).bits == 4))
 CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1)}  # bits, and first tokens in float
 SINKS = 4  # tokens that stay in view when a text is streamed
-_PROPAGATED, _STREAMED_ROWS, _SPREAD_ROWS = ("int8_coarse", "w4a4"), 4, 8
+_STREAMED_ROWS, _SPREAD_ROWS = 4, 8
 
 Plan = dict[str, tuple[Callable[[], dict[str, Any]], tuple[Any, ...]]]  # stage -> its function, and options of it
 
@@ -162,7 +162,7 @@ def plan(
       loaded: The model, with length and batch of the evaluation in its config: see `prepared`.
       inputs: Rows of text.
       settings: Quantisation by name.
-      quick: Leave out rotation, propagated errors, layers in float, caches, streaming and the metrics' errors.
+      quick: Leave out rotation, layers in float, caches, streaming and the metrics' errors.
       quantize_head: Also round the output head.
       knock_out_rows: Number of rows on which every part is removed in turn.
       sliding: Tokens of a text, int32 [tokens], and how far apart windows over it begin.
@@ -172,8 +172,6 @@ def plan(
     for name, setting in settings.items():
         stages[name] = functools.partial(rounding.of_format, setting, **options), tuple(options.values())
     if not quick:
-        for name in filter(settings.__contains__, _PROPAGATED):
-            stages[f"{name}_error"] = lambda of=settings[name]: _propagated(rounding.error(of)), ()
         for name in filter(settings.__contains__, ROTATED):
             stages[f"{name}_rotated"] = functools.partial(rounding.rotated, settings[name]), ()
         stages |= {name: (functools.partial(rounding.cached, *cache), ()) for name, cache in CACHES.items()}
@@ -206,13 +204,9 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
     if "sliding" in parts:
         metrics["sliding_perplexity"] = perplexity(parts["sliding"]["loss_nats"])
     arrays |= {key: value for key, value in part("knock_out").items() if key != "left_out"}
-    errors = {name: part(f"{name}_error") for name in settings}
     sections["rounding"] = [
-        {"format": name, "bits": settings[name].bits} | part(f"{name}_rotated") | part(name)
-        | {key: value for key, value in errors[name].items() if key == "last_state_error"}
-        for name in settings
-    ]  # fmt: skip
-    sections["sqnr_db"] = {name: error["sqnr_db"] for name, error in errors.items() if "sqnr_db" in error}
+        {"format": name, "bits": of.bits} | part(f"{name}_rotated") | part(name) for name, of in settings.items()
+    ]
     # Besides its bits, each head's keys have a scale and a smallest value of 16, as have its values.
     sections["kv_cache"] = [
         {"format": name, "bytes_per_token": model.num_layers * model.kv_heads
@@ -221,11 +215,3 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
     ]  # fmt: skip
     sections["streaming"] = part("streaming")
     return Measured(loaded.config, metrics, {name: np.array(array) for name, array in arrays.items()}, sections)
-
-
-def _propagated(error: quant.RoundingError) -> dict[str, Any]:
-    sqnr_db = {}
-    for path, of in error.linear.items():  # which are infinite without noise
-        if known := finite({kind: getattr(of, kind) for kind in ("whole", "inherited", "added", "added_by_token")}):
-            sqnr_db[path] = known
-    return finite({"last_state_error": error.last_state}) | {"sqnr_db": sqnr_db}

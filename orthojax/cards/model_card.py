@@ -44,7 +44,7 @@ def card(
       source: Its path or name; by default where it was loaded from.
       settings: Quantisation by name. By default those of a card, or two of them if `quick`, as far as they fit the
         model; none for a model whose kernels are integers.
-      quick: Leave out rotations, propagated errors, caches of few bits and streaming.
+      quick: Leave out rotations, layers in float, caches of few bits, streaming and errors of the metrics.
       quantize_head: Also round the output head.
       batch_size: Rows of a batch; dynamic quantisation scales are taken per batch.
 

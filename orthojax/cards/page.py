@@ -61,12 +61,16 @@ def report(
         tables.append(comparison([*cards, *others]))
     for (name, model), card in zip(shown.items(), list(cards)[-len(shown) :], strict=True):
         sentences += _about(name, model)
-        found += _linked(name if len(shown) > 1 else "", findings(card))
+        of_card = findings(card)
         metric, weights = next(iter(_by_head(model).items()))
         figure = figures.maps({"": weights}, x_label="head", y_label="layer", value_label="weight")
         pictures.append(Picture(f"{name}_heads", f"{name}: {analysis.label(metric)}, by head.", figure))
         of_model = [*_tables(card), *_metric_tables(card, model.config), *_layer_tables(model), _head_table(model)]
-        tables += of_model if len(shown) == 1 else [_named(name, table) for table in of_model]
+        if len(shown) > 1:
+            of_model = [_named(name, table) for table in of_model]
+            of_card = [Finding(f"{name}: {says}", [(words, f"{name}-{key}", row) for words, key, row in rows])
+                       for says, rows in of_card]  # fmt: skip
+        tables, found = tables + of_model, found + of_card
         pictures += (drawn or {}).get(name, ())
     pictures += curve_pictures({name: dict(enumerate(_by_layer(model))) for name, model in shown.items()}, "layer")
     return Report(title=title, findings=found, sentences=sentences, tables=tables, pictures=pictures, notes=notes)
@@ -79,14 +83,6 @@ def _about(name: str, model: Measured) -> list[str]:
     if math.isclose(model.metrics.get("loss_nats", 0.0), math.log(config.vocab_size), rel_tol=1e-6):
         sentences.append(f"{name}: the loss is that of equal logits, as of a head of zeros: ln {config.vocab_size}.")
     return sentences
-
-
-def _linked(name: str, found: Sequence[Finding]) -> list[Finding]:
-    """Returns findings as those of one of several models, if it has a name."""
-    if not name:
-        return list(found)
-    rows = [[(words, f"{name}-{key}", row) for words, key, row in finding.rows] for finding in found]
-    return [Finding(f"{name}: {finding.says}", of) for finding, of in zip(found, rows, strict=True)]
 
 
 def _named(name: str, table: Table) -> Table:

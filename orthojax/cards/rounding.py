@@ -19,7 +19,7 @@ from orthojax.train.step import split_tokens
 
 FAILS = 0.05  # nats: a format fails that moves predictions by more, in KL divergence; what helps is tried for these
 _KEPT_STATES, _LARGEST_LOSS = 2**28, 700.0  # bytes; nats, whose exponential is a number
-_PROPAGATED_ROWS, _TRIED_ROWS, _TRIED_LAYERS = 2, 2, 8
+_TRIED_ROWS, _TRIED_LAYERS = 2, 8
 _Numbers = dict[str, Any]
 
 
@@ -49,7 +49,6 @@ class Rounding:
         at_once = self._batches[0][0].size * self._config.d_model * 4 * len(starts)
         self._states = functools.lru_cache(None if at_once <= _KEPT_STATES else 0)(self._computed_states)
         self._apply = jax.jit(lambda params, tokens: loaded.model.apply({"params": params}, tokens, head=False)[0])
-        self.error = functools.cache(self._error)
 
     def _computed_states(self, batch: int) -> Any:
         return self._apply(self._params, self._batches[batch][0]) if self._model.head_kernel(self._params) else None
@@ -99,9 +98,6 @@ class Rounding:
         """Returns what keys and values of few bits cost."""
         return self.numbers(quant.rounded_cache(self._model, bits, float_tokens))
 
-    def _error(self, setting: quant.QuantizationSetting) -> quant.RoundingError:
-        return quant.rounding_error(self._model, self._params, setting, self._batches[0][0][:_PROPAGATED_ROWS])
-
     def _rescued(self, setting: quant.QuantizationSetting) -> list[_Numbers]:
         """Returns what a format costs with one, two and three linear layers in float, found on a few rows."""
         tokens, targets, counted = self._batches[0]
@@ -110,7 +106,8 @@ class Rounding:
         model = model.clone(linear=quant.switching(model.linear))
         candidates = quant.linear_layers(self._params)
         if len(candidates) > _TRIED_LAYERS:
-            noise = {name: -error.added_by_token for name, error in self.error(setting).linear.items()}
+            error = quant.rounding_error(self._model, self._params, setting, few[0])
+            noise = {name: -of.added_by_token for name, of in error.linear.items()}
             known = [name for name in candidates if not math.isnan(noise.get(name, math.nan))]
             candidates = sorted(known, key=noise.__getitem__)[-_TRIED_LAYERS:]
 
