@@ -7,7 +7,8 @@ a series over its steps, and --checkpoints every one that a run kept.
 Attention to the first token, outliers, norms, entropy and quantisation are measured on --text, by layer and head. Two
 texts need no files: topics (Python's documentation, the default) and stdlib (its sources); held_out is the run's own
 evaluation set, always used for a run on Bigram-Backcopy.
-Perplexity is measured in float and rounded to 8 and 4 bits, also after a rotation; --quick skips most of this.
+Predictions are compared with those rounded to 8 and 4 bits. For formats that fail, scales for each token, a float first
+token, a rotation and layers in float are tried; three sentences say what was found. --quick skips most of this.
 --knock_out=8 removes every head, attention and MLP in turn, on 8 rows of the text; other interventions are arrays in
 Python, see orthojax.Interventions and orthojax.train.evaluate_by_head.
 Writes report.html, report.md, figures/ and results.json under --workdir, a card of each model as card.json or
