@@ -158,7 +158,7 @@ def _with_error_below(entry: Mapping[str, Any], key: str, show: Callable[[float]
 def _rounding_tables(entries: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Returns what formats cost, and what was measured to help those that fail."""
     shown = {"kl_nats": ("KL to float (nats)", number), "agreement": ("same likeliest token", share),
-             "loss_added_nats": ("added to the loss (nats)", signed), "lost": ("perplexity", percent)}  # fmt: skip
+             "loss_added_nats": ("added to the loss (nats)", signed), "lost": ("to perplexity", percent)}  # fmt: skip
     rows = [[Cell(of["format"], of.get("left_out", "")),
              *(_with_error_below(of, key, show) for key, (_, show) in shown.items())] for of in entries]  # fmt: skip
     columns = ["format", *(words for words, _ in shown.values())]
