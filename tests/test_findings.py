@@ -78,8 +78,9 @@ def test_layers_that_are_switched_off_are_float(scan):
 
 def test_first_tokens_stay_float():
     params, tokens = drawn_params(CONFIG, 0.3), rows(0)[:, :8]
-    setting = quant.setting_named("w4a4kv4")
-    found = quant.rounded_model(CONFIG, setting, float_tokens=2).apply({"params": params}, tokens)[0]
+    found = quant.rounded_model(CONFIG, quant.setting_named("w4a4kv4"), float_tokens=2).apply(
+        {"params": params}, tokens
+    )[0]
     plain = Transformer(CONFIG).apply({"params": params}, tokens)[0]
     np.testing.assert_allclose(found[:, :2], plain[:, :2], atol=1e-6)
     # What follows reads keys and values of a float prefix, as from its cache.
