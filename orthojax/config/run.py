@@ -136,12 +136,14 @@ class DataConfig:
     """The source of the tokens.
 
     Attributes:
-      kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
-        train and a validation token file made by orthojax prepare, `bigram_backcopy` is the synthetic task.
-      paths: For `text`, files, folders and patterns (any number); for `tokens`, the train and the validation file; for
-        `bigram_backcopy`, the text whose characters are counted, by default the standard library's documentation.
+      kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens`
+        token files made by orthojax prepare or datatrove, `bigram_backcopy` is the synthetic task.
+      paths: For `text`, files, folders and patterns (any number); for `tokens`, the train and the validation file, or a
+        pattern of several for each; for `bigram_backcopy`, the text whose characters are counted, by default the
+        standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
-        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` needs none: the files name theirs.
+        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` needs none: the files name theirs, except
+        those of datatrove.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       pack: Fill the rows of training with whole documents, which do not see each other: see
@@ -197,7 +199,7 @@ class DataConfig:
             (next_token or length >= 8, f"{corrupted}sequence_length={length}", "a sequence_length of at least 8"),
             (kind != "text" or files > 0, "kind='text' without files", "data.paths=FILE[,FILE...]"),
             (kind != "tokens" or files == 2, f"kind='tokens' with {files} files",
-             "data.paths=TRAIN.bin,VALIDATION.bin"),
+             "data.paths=TRAIN.bin,VALIDATION.bin, or a pattern of files for each"),
             (kind != "embedded" or not files, f"paths={self.paths} {of_kind}",
              "data.kind=text | tokens | bigram_backcopy"),
             (not self.repeated_share or kind in ("embedded", "text"), f"repeated_share={self.repeated_share} {of_kind}",
