@@ -292,7 +292,8 @@ class TrainConfig:
       probe_steps: Further steps to probe, each once; 0 is the start.
       probe: Further work at every probe: `module:function`, called with the config, the rows of the probe int32
         [probe_sequences, T + 1] and the folder `probes` of the run; returns a function of (step, parameters).
-      probe_sequences: Rows of a probe, taken from the `eval.sequences`; all of them if there are fewer.
+      probe_sequences: Rows of a probe, taken from the `eval.sequences`; all of them if there are fewer. On a mesh up to
+        the next number of rows that divides over the devices.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
       eval_every_steps: Steps between validation losses; 0 leaves them out.

@@ -7,6 +7,7 @@ silently. They are committed together, by one rename, in the background.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -29,6 +30,7 @@ from orthojax.errors import UserError
 from orthojax.files import make_folder, read_json, write_text
 from orthojax.model import parameter_shapes
 from orthojax.places import steps_in
+from orthojax.train.mesh import parameter_shardings
 from orthojax.train.step import TrainState
 
 ARRAYS = ("params", "opt_state")  # the items of arrays
@@ -114,12 +116,19 @@ def _read_item(step_folder: Path, item: str, shapes: Any) -> Any:
     return _restore_item(step_folder, item, jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes))
 
 
-def read_params(step_folder: Path) -> Any:
+def read_params(step_folder: Path, mesh: jax.sharding.Mesh | None = None) -> Any:
     """Returns only the parameters, as a nested dict of float32 arrays on the first device of this process.
 
-    Raises UserError if they are missing, damaged, or not those of the model in the checkpoint's config.
+    Given the mesh of a run, they are sharded over it, and every process calls this and reads only its part. Raises
+    UserError if they are missing, damaged, or not those of the model in the checkpoint's config.
     """
-    return _read_item(step_folder, "params", parameter_shapes(read_config(step_folder).model))
+    model = read_config(step_folder).model
+    if mesh is None:
+        return _read_item(step_folder, "params", parameter_shapes(model))
+    _verify_together(step_folder, ("params",))
+    shapes = parameter_shapes(model)
+    shardings = parameter_shardings(model, shapes, mesh)
+    return _restore_item(step_folder, "params", jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings))
 
 
 def read_optimizer_state(step_folder: Path) -> Any:
@@ -158,11 +167,11 @@ def _verify(step_folder: Path, items: tuple[str, ...], share: slice = slice(None
             raise DamagedError(step_folder, f"{name} {problem}")
 
 
-def _verify_together(step_folder: Path) -> None:
-    """Compares everything with its checksums, a share in each process; either all return or all raise."""
+def _verify_together(step_folder: Path, items: tuple[str, ...] = ARRAYS) -> None:
+    """Compares items with their checksums, a share in each process; either all return or all raise."""
     failure = None
     try:
-        _verify(step_folder, ARRAYS, slice(jax.process_index(), None, jax.process_count()))
+        _verify(step_folder, items, slice(jax.process_index(), None, jax.process_count()))
     except DamagedError as error:
         failure = error
     if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.asarray(failure is not None))):
@@ -182,20 +191,52 @@ def verify_checkpoint(step_folder: Path) -> int:
 
 
 class _ManifestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of all other items into the item `checksums` when Orbax finalises it."""
+    """Writes the digests of all other items into the item `checksums`.
+
+    Every process hashes what it has written itself, before Orbax makes the whole of it; process 0 hashes the rest.
+    """
 
     @classmethod
     def typestr(cls) -> str:
         """Names plain JSON, which readers without orthojax know."""
         return ocp.JsonCheckpointHandler.typestr()
 
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds to the futures, which Orbax awaits in the order of the items, one that hashes this process's files."""
+        saves = await super().async_save(directory, *args, **kwargs)
+        return [*(saves or ()), _OwnDigests(Path(directory))]
+
     def finalize(self, directory: Any) -> None:
         """Hashes the files; Orbax calls it on process 0, after every process has written and before the renaming."""
-        folder = Path(directory)
-        paths = [path for item in (*ARRAYS, *_JSON_ITEMS) for path in (folder.parent / item).rglob("*")]
-        files = sorted(path for path in paths if path.is_file() and path.name != "commit_success.txt")
-        digests = _digests(folder.parent, [path.relative_to(folder.parent).as_posix() for path in files])
-        write_text(folder / "metadata", json.dumps({"algorithm": "sha256", "files": digests}))
+        folder, digests = Path(directory), dict[str, str]()
+        for part in folder.glob("process_*.json"):
+            digests |= read_json(part, "digests")
+            part.unlink()
+        names = [name for item in (*ARRAYS, *_JSON_ITEMS) for name in _files_in(folder.parent, item)]
+        digests |= _digests(folder.parent, [name for name in names if name not in digests])
+        write_text(folder / "metadata", json.dumps({"algorithm": "sha256", "files": {n: digests[n] for n in names}}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnDigests:
+    """A future of Orbax: the digests of the arrays that this process has written, in a file for process 0."""
+
+    folder: Path
+
+    def result(self, timeout: float | None = None) -> None:
+        """Hashes the files."""
+        own, i = self.folder.parent, jax.process_index()
+        names = [name for item in ARRAYS for name in _files_in(own, f"{item}/ocdbt.process_{i}")]
+        if jax.process_count() > 1:
+            write_text(self.folder / f"process_{i}.json", json.dumps(_digests(own, names)))
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+def _files_in(folder: Path, item: str) -> list[str]:
+    paths = (path for path in (folder / item).rglob("*") if path.is_file() and path.name != "commit_success.txt")
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
