@@ -260,7 +260,7 @@ def test_machines_and_processes_divide_the_work(tmp_path):
     assert [file.path.name for file in first][:2] == ["train-00001-of-00005.bin", "train-00003-of-00005.bin"]
     assert {what: (done, of) for what, done, of, _ in reported}["train"] == 2 * (parts[0].source.group(1, 5).n_bytes
         + parts[0].source.group(3, 5).n_bytes,)  # fmt: skip
-    with pytest.raises(UserError, match=r"3 token files of .*train-\*-of-00005 are missing: 0, 2, 4"):
+    with pytest.raises(UserError, match=r"3 token files of .*train-\*-of-00005 are missing, the first is number 0"):
         open_token_file(pattern)
     prepare(tmp_path / "out", parts, "bpe:270", shards=5, share=(0, 2))
     tokens = open_token_file(pattern, verify=True).tokens
@@ -270,7 +270,7 @@ def test_machines_and_processes_divide_the_work(tmp_path):
     for start, stop in [(0, 1), (n // 2, n // 2 + 400), (n - 3, n + 9), (5, 5), (n, n + 1)]:
         np.testing.assert_array_equal(tokens[start:stop], whole.tokens[start:stop])
     prepare(tmp_path / "out", parts[:1], "bpe:270", shards=2)
-    with pytest.raises(UserError, match=r"matches .*of-00002 and .*of-00005"):
+    with pytest.raises(UserError, match=r"matches more than .*of-00002"):
         open_token_file(pattern)
     with pytest.raises(UserError, match="6 token files of 5 input files"):
         prepare(tmp_path / "out", parts, "bpe:270", shards=6)
@@ -287,21 +287,19 @@ def test_a_failure_in_a_process_is_reported_and_ends_the_others(text, tmp_path):
 # Files of datatrove.
 
 
-def write_datatrove(path, documents, dtype, about=True):
+def write_datatrove(path, documents, dtype):
     """As its TokenizedFile does: struct.pack("<nH") of the ids and ("<nQ") of the ends of documents."""
     ids = [i for document in documents for i in document]
     ends = list(itertools.accumulate(map(len, documents)))
     path.write_bytes(struct.pack(f"<{len(ids)}{dtype}", *ids))
     Path(f"{path}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-    if about:
-        Path(f"{path}.metadata").write_text(f"gpt2|{4 if dtype == 'I' else 2}\n{len(ids)}\n{len(ids)} T")
 
 
 @pytest.mark.parametrize("dtype", ["H", "I"])
 def test_files_of_datatrove_are_read(tmp_path, dtype):
     documents = [[*text.encode(), 257] for text in TEXTS]
     write_datatrove(tmp_path / "0_shuffled.ds", documents[:20], dtype)
-    write_datatrove(tmp_path / "1_shuffled.ds", documents[20:], dtype, about=dtype == "I")
+    write_datatrove(tmp_path / "1_shuffled.ds", documents[20:], dtype)
     paths = (str(tmp_path / "*_shuffled.ds"), str(tmp_path / "0_shuffled.ds"))
     config = DataConfig(kind="tokens", paths=paths, tokenizer="bytes", sequence_length=8, pack=True)
     opened = open_dataset(config, tmp_path / "cache")

@@ -95,9 +95,9 @@ def main(_: list[str]) -> None:
     options = {"shards": FLAGS.shards, "share": share, "workers": workers, "progress": cli.tokenizing_progress()}
     made = prepare(output, parts, FLAGS.tokenizer, **options)
     if FLAGS.shards > 1:
-        tokens, n_bytes = sum(file.info.n_tokens for file in made), sum(file.info.n_bytes for file in made)
-        print(f"{output}: {len(made)} files, {tokens} tokens, {n_bytes} bytes of text")
-    for file in made if FLAGS.shards == 1 else ():
+        print(f"{output}: {len(made)} token files, {sum(file.info.n_tokens for file in made)} tokens")
+        return
+    for file in made:
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")
         print(f"  {info.dtype}, tokenizer {info.tokenizer} {info.tokenizer_sha256}, data {info.data_sha256}")

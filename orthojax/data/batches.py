@@ -223,8 +223,9 @@ def _repeated(part: preparation.Part, share: float) -> preparation.Part:
 def _open_pair(train_path: Path | str, validation_path: Path | str, config: DataConfig) -> Dataset:
     open_file = functools.partial(token_files.open_token_file, verify=config.verify, tokenizer=config.tokenizer)
     train, validation = open_file(train_path), open_file(validation_path)
-    if config.pack:
-        token_files.require_document_ends(train)
+    if config.pack and (last := int(train.tokens[-1:][0])) != train.info.eos_id:  # as datatrove may be told
+        problem = f"the last document of {train_path} ends with the id {last}, not {train.info.eos_id}, end of text"
+        raise UserError(problem, allowed="data.pack=false, or datatrove's eos_token, which ends every document")
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
         problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"

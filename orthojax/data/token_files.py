@@ -133,25 +133,18 @@ def open_token_file(path: str | Path, *, verify: bool = False, tokenizer: str = 
     known = paths[0].suffix == ".ds" and tokenizer and not tokenizer.startswith("bpe:")
     made = make_tokenizer(tokenizer, ()) if known else None
     files = [_open_datatrove(each, made) if each.suffix == ".ds" else _open_one(each, compare) for each in paths]
-    first = files[0]
+    first, infos = files[0], [file.info for file in files]
     if len(files) == 1:
         return first
-    for name in ("dtype", "tokenizer_sha256", "split"):
-        if other := next((f for f in files if getattr(f.info, name) != getattr(first.info, name)), None):
-            problem = f"{first.path} and {other.path} differ in {name}, and {path} matches both"
-            raise UserError(problem, allowed="files of one tokenizer and split")
-    counts = ("n_tokens", "n_bytes", "n_documents", "file_count")
-    totals: dict[str, Any] = {name: sum(getattr(f.info, name) for f in files) for name in counts}
-    hashes = {name: _joined(getattr(f.info, name) for f in files) for name in ("source_sha256", "data_sha256")}
-    if not totals["n_tokens"]:
+    if len({(info.dtype, info.tokenizer_sha256, info.split) for info in infos}) > 1:
+        raise UserError(f"{path} matches files of several tokenizers or splits", allowed="those of one")
+    whole: dict[str, Any] = {n: sum(getattr(info, n) for info in infos) for n in ("n_tokens", "n_bytes", "n_documents")}
+    for name in ("source_sha256", "data_sha256"):
+        whole[name] = hashlib.sha256(" ".join(getattr(info, name) for info in infos).encode()).hexdigest()
+    if not whole["n_tokens"]:
         raise UserError(f"there are no tokens in {path}", allowed="files with at least one document")
-    return TokenFile(
-        first.path, dataclasses.replace(first.info, **totals | hashes), JoinedTokens([f.tokens for f in files])
-    )
-
-
-def _joined(hashes: Iterable[str]) -> str:
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    whole["file_count"] = sum(info.file_count for info in infos)
+    return TokenFile(first.path, dataclasses.replace(first.info, **whole), JoinedTokens([f.tokens for f in files]))
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -168,12 +161,10 @@ def _matches(pattern: str) -> list[Path]:
             sets.setdefault(path.with_name(f"{numbered[1]}-*-of-{numbered[3]}"), []).append(int(numbered[2]))
     for of_one, numbers in sets.items():
         if missing := sorted({*range(int(of_one.name.rpartition("-")[2]))} - {*numbers}):
-            shown = ", ".join(map(str, missing[:5])) + ", ..." * (len(missing) > 5)
-            problem = f"{len(missing)} token files of {of_one} are missing: {shown}"
+            problem = f"{len(missing)} token files of {of_one} are missing, the first is number {missing[0]}"
             raise UserError(problem, allowed="all of them: run the same orthojax prepare until it ends")
     if len(sets) > 1 or (sets and sum(map(len, sets.values())) < len(paths)):
-        problem = f"{pattern} matches {' and '.join(map(str, sets))}" + " and others" * (len(sets) == 1)
-        raise UserError(problem, allowed="the files of one of them")
+        raise UserError(f"{pattern} matches more than {next(iter(sets))}", allowed="the files of one call of prepare")
     return paths
 
 
@@ -202,38 +193,23 @@ def _map(path: Path, dtype: str) -> np.ndarray:
 def _open_datatrove(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     """Opens ids (x.ds) and the ends of documents (x.ds.index, uint64 [n]) of datatrove.
 
-    x.ds.metadata, which may be absent, has NAME|BYTES OF AN ID and the number of ids on its first two lines. The
-    data_sha256 covers the size, the index and the ends of the file, but not all ids.
+    The data_sha256 covers the size of the file and its index, but not the ids.
     """
+    index = path.with_name(f"{path.name}.index")
     require_file(path, "token file")
+    require_file(index, "index of the token file")
     if tokenizer is None:
         allowed = "data.tokenizer=PATH of the tokenizer that made them"
         raise UserError(f"{path} does not say what its ids mean", allowed=allowed)
-    index, about = path.with_name(f"{path.name}.index"), path.with_name(f"{path.name}.metadata")
-    name, n_bytes = tokenizer.spec, 4 if tokenizer.vocab_size > 1 << 16 else 2
-    if about.is_file() and (said := re.match(r"(.*)\|([24])\n", about.read_text("utf-8", "replace"))):
-        name, n_bytes = said[1], int(said[2])
-    ends = np.fromfile(index, "<u8") if index.is_file() else np.empty(0, "<u8")
-    size = path.stat().st_size
-    if size % n_bytes or (len(ends) and n_bytes * ends[-1] != size):
-        problem = f"{path} has {size} bytes, its index says {ends[-1:].tolist()} ids of {n_bytes} bytes"
+    ends, size = np.frombuffer(index.read_bytes(), "<u8"), path.stat().st_size
+    n_tokens = int(ends[-1]) if len(ends) else 0
+    if size not in (2 * n_tokens, 4 * n_tokens) or not n_tokens:
+        problem = f"{path} has {size} bytes, its index says {n_tokens} ids"
         raise UserError(problem, allowed="the files of one complete run of datatrove")
-    tokens = _map(path, f"uint{8 * n_bytes}")
-    edges = (tokens[: 1 << 20], tokens[-(1 << 20) :])
-    digest = hashlib.sha256(b"".join((str(size).encode(), ends.tobytes(), *(edge.tobytes() for edge in edges))))
+    dtype, digest = f"uint{8 * size // n_tokens}", hashlib.sha256(f"{size} ".encode() + ends.tobytes())
     info = TokenFileInfo(
-        *(FORMAT_VERSION, f"uint{8 * n_bytes}", len(tokens), 0, len(ends)),  # pyright: ignore
+        *(FORMAT_VERSION, dtype, n_tokens, 0, len(ends)),  # pyright: ignore
         *(tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.spec, tokenizer.sha256),
-        *(f"datatrove, {name}", "", 1, "", digest.hexdigest()),
+        *("datatrove", "", 1, "", digest.hexdigest()),
     )
-    return TokenFile(path, info, tokens)
-
-
-def require_document_ends(file: TokenFile) -> None:
-    """Refuses files of datatrove whose documents do not end with the tokenizer's end-of-text id.
-
-    Raises UserError if the last token is another; token files of `prepare` all end with it.
-    """
-    if (last := int(file.tokens[-1:][0])) != file.info.eos_id:
-        problem = f"the last document of {file.path} ends with the id {last}, not {file.info.eos_id}, end of text"
-        raise UserError(problem, allowed="data.pack=false, or datatrove's eos_token, which ends every document")
+    return TokenFile(path, info, _map(path, dtype))
