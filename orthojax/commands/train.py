@@ -16,6 +16,7 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
+from orthojax.files import as_path
 from orthojax.places import find_place
 
 FLAGS = flags.FLAGS
@@ -43,7 +44,7 @@ def define_flags() -> None:
 
 def _workdir() -> Path:
     if FLAGS.workdir:
-        return Path(FLAGS.workdir)
+        return as_path(FLAGS.workdir, "workdir")
     config = Path(FLAGS.config or "train.py")
     if config.suffix == ".json":  # all of them are called config.json
         raise UserError(f"--workdir is missing, and {config} names no run", allowed="--workdir=DIR")

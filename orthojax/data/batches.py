@@ -42,7 +42,8 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: prepara
     the tokenizer or the cache folder, ValueError for kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
-        return _open_pair(config.paths[0], config.paths[1], config)
+        train, validation = (token_files.fetched_pattern(path, Path(cache_dir)) for path in config.paths)
+        return _open_pair(train, validation, config)
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)

@@ -21,7 +21,15 @@ import numpy as np
 from orthojax.config import from_dict, require
 from orthojax.data.tokenizers import Tokenizer, make_tokenizer
 from orthojax.errors import UserError
-from orthojax.files import read_with_digest, require_file, write_atomically, write_with_digest
+from orthojax.files import (
+    as_path,
+    fetched,
+    is_remote,
+    read_with_digest,
+    require_file,
+    write_atomically,
+    write_with_digest,
+)
 
 FORMAT_VERSION = 2
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
@@ -145,6 +153,19 @@ def open_token_file(path: str | Path, *, verify: bool = False, tokenizer: str = 
         raise UserError(f"there are no tokens in {path}", allowed="files with at least one document")
     whole["file_count"] = sum(info.file_count for info in infos)
     return TokenFile(first.path, dataclasses.replace(first.info, **whole), JoinedTokens([f.tokens for f in files]))
+
+
+def fetched_pattern(pattern: str, cache_dir: Path) -> str:
+    """Copies token files of an object store, with what is beside them, into the cache; they are mapped into memory."""
+    path = as_path(pattern, "token file")
+    if not is_remote(path):
+        return pattern
+    found = sorted(path.parent.glob(path.name))
+    if not found:
+        raise UserError(f"no token file matches {pattern}", allowed="the pattern of token files")
+    beside = [each for of in found for each in (of.with_suffix(".json"), of.with_name(f"{of.name}.index"))]
+    copies = [fetched(each, cache_dir) for each in (*found, *beside, path.with_name("tokenizer.json")) if each.exists()]
+    return str(copies[0].with_name(path.name))
 
 
 def _matches(pattern: str) -> list[Path]:

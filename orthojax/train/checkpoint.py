@@ -27,7 +27,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from orthojax.config import Config, from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_json, write_text
+from orthojax.files import is_remote, make_folder, read_json
 from orthojax.model import parameter_shapes
 from orthojax.places import steps_in
 from orthojax.train.mesh import parameter_shardings
@@ -52,6 +52,10 @@ class DamagedError(UserError):
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _absolute(path: Any) -> Any:
+    return path if is_remote(path) else path.absolute()
 
 
 def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
     """Returns shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
     try:
         # A Checkpointer would warn twice of a file that Orbax writes for the step, not for its items.
-        tree = ocp.StandardCheckpointHandler().metadata(step_folder.absolute() / item).tree  # pyright: ignore
+        tree = ocp.StandardCheckpointHandler().metadata(_absolute(step_folder) / item).tree  # pyright: ignore
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     except Exception as error:
         raise DamagedError(step_folder, f"{item}: {_first_line(error)}") from error
@@ -104,7 +108,7 @@ def _restore_item(step_folder: Path, item: str, like: Any) -> Any:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     try:
-        return handler.restore(step_folder.absolute() / item, args=ocp.args.StandardRestore(abstract))  # pyright: ignore
+        return handler.restore(_absolute(step_folder) / item, args=ocp.args.StandardRestore(abstract))  # pyright: ignore
     except ValueError as error:
         problem = f"the checkpoint {step_folder} has a different structure: {item}: {_first_line(error)}"
         raise UserError(problem, allowed="a checkpoint of the same model and optimizer") from error
@@ -140,7 +144,7 @@ def read_optimizer_state(step_folder: Path) -> Any:
     return _read_item(step_folder, "opt_state", _read_shapes(step_folder, "opt_state"))
 
 
-def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _digests(folder: Any, names: Sequence[str]) -> dict[str, str]:
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -204,39 +208,42 @@ class _ManifestHandler(ocp.JsonCheckpointHandler):
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Adds to the futures, which Orbax awaits in the order of the items, one that hashes this process's files."""
         saves = await super().async_save(directory, *args, **kwargs)
-        return [*(saves or ()), _OwnDigests(Path(directory))]
+        return [*(saves or ()), _OwnDigests(directory)]
 
     def finalize(self, directory: Any) -> None:
         """Hashes the files; Orbax calls it on process 0, after every process has written and before the renaming."""
-        folder, digests = Path(directory), dict[str, str]()
-        for part in folder.glob("process_*.json"):
+        digests = dict[str, str]()
+        for part in directory.glob("process_*.json"):
             digests |= read_json(part, "digests")
             part.unlink()
-        names = [name for item in (*ARRAYS, *_JSON_ITEMS) for name in _files_in(folder.parent, item)]
-        digests |= _digests(folder.parent, [name for name in names if name not in digests])
-        write_text(folder / "metadata", json.dumps({"algorithm": "sha256", "files": {n: digests[n] for n in names}}))
+        names = [name for item in (*ARRAYS, *_JSON_ITEMS) for name in _files_in(directory.parent, item)]
+        digests |= _digests(directory.parent, [name for name in names if name not in digests])
+        manifest = {"algorithm": "sha256", "files": {name: digests[name] for name in names}}
+        (directory / "metadata").write_text(json.dumps(manifest))
 
 
 @dataclasses.dataclass(frozen=True)
 class _OwnDigests:
     """A future of Orbax: the digests of the arrays that this process has written, in a file for process 0."""
 
-    folder: Path
+    folder: Any  # Orbax's path, which may be on an object store
 
     def result(self, timeout: float | None = None) -> None:
         """Hashes the files."""
         own, i = self.folder.parent, jax.process_index()
         names = [name for item in ARRAYS for name in _files_in(own, f"{item}/ocdbt.process_{i}")]
         if jax.process_count() > 1:
-            write_text(self.folder / f"process_{i}.json", json.dumps(_digests(own, names)))
+            (self.folder / f"process_{i}.json").write_text(json.dumps(_digests(own, names)))
 
     def cancel(self) -> None:
         """Does nothing."""
 
 
-def _files_in(folder: Path, item: str) -> list[str]:
-    paths = (path for path in (folder / item).rglob("*") if path.is_file() and path.name != "commit_success.txt")
-    return sorted(path.relative_to(folder).as_posix() for path in paths)
+def _files_in(folder: Any, item: str) -> list[str]:
+    """Returns the names of the files of an item, sorted; the paths of etils have no `rglob` on a store."""
+    inside = sorted(path.name for path in (folder / item).iterdir()) if (folder / item).is_dir() else ()
+    parts = [(f"{item}/{name}", (folder / item / name).is_dir()) for name in inside if name != "commit_success.txt"]
+    return [file for name, is_folder in parts for file in (_files_in(folder, name) if is_folder else [name])]
 
 
 def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
@@ -272,7 +279,7 @@ class Checkpoints:
 
         The newest `keep` steps are kept, and multiples of `keep_every_steps` unless that is 0.
         """
-        self.directory = directory.absolute()
+        self.directory = _absolute(directory)
         make_folder(self.directory, "checkpoints folder")
         policies: list[Any] = [checkpoint_managers.LatestN(keep)]
         if keep_every_steps:
