@@ -11,7 +11,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -20,30 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from orthojax.errors import UserError, needing, printable
-
-_STORES = ("gs", "s3", "az")
-
-
-def as_path(text: str, what: str) -> Any:
-    """Returns the path of a text, which on an object store (gs://, s3://, az://) is one of `etils.epath`.
-
-    Raises:
-      UserError: If it is another address, or fsspec's package for the store is missing; `what` names it.
-    """
-    scheme, found, _ = text.partition("://")
-    if not found or scheme not in _STORES:
-        require_local(text, what)
-        return Path(text)
-    with needing(f"{what} {text}", "train"):
-        from etils import epath  # type: ignore[import-not-found]
-    path = epath.Path(text)
-    try:
-        path.exists()
-    except Exception as error:  # every store has errors of its own
-        hint = "pip install " + {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}[scheme]
-        raise UserError(f"{what} {text} cannot be reached: {error!r:.200}", hint=hint) from None
-    return path
+from orthojax.errors import UserError, printable
 
 
 def is_remote(path: Any) -> bool:
@@ -59,18 +35,6 @@ def exists(path: Path) -> bool:
 def is_folder(path: Path) -> bool:
     """Returns whether a path is a folder; pathlib raises for names that are too long."""
     return path.is_dir() if is_remote(path) else os.path.isdir(path)
-
-
-def fetched(path: Any, folder: Path) -> Path:
-    """Returns a copy of a file of an object store in a local folder, made the first time; a local file as it is."""
-    if not is_remote(path):
-        return path
-    copy = folder / "fetched" / hashlib.sha256(str(path.parent).encode()).hexdigest()[:16] / path.name
-    if not copy.exists() or copy.stat().st_size != path.stat().length:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("rb") as source:
-            write_atomically(copy, lambda file: shutil.copyfileobj(source, file, 1 << 24))
-    return copy
 
 
 def require_local(path: Path | str, what: str) -> None:

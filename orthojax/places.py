@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import as_path, exists, is_folder, is_remote, nearest_path, read_json, require_local, require_utf8
+from orthojax.files import exists, is_folder, is_remote, nearest_path, read_json, require_local, require_utf8
+from orthojax.stores import as_path
 
 _RUNS = "a workdir, its checkpoints folder, or one step's folder"
 _MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"

@@ -10,7 +10,7 @@ from orthojax import load
 from orthojax.config import replace
 from orthojax.data import prepare, text_parts
 from orthojax.errors import UserError
-from orthojax.files import as_path
+from orthojax.stores import as_path
 from orthojax.train import find_checkpoint, open_inputs, read_metrics, train, verify_checkpoint
 
 

@@ -17,8 +17,9 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
-from orthojax.files import as_path, finite
+from orthojax.files import finite
 from orthojax.places import find_checkpoint
+from orthojax.stores import as_path
 
 FLAGS = flags.FLAGS
 

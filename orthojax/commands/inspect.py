@@ -5,12 +5,12 @@ compares every file with its checksum.
 """
 
 import math
+from pathlib import Path
 
 from absl import flags
 
 from orthojax.config import flatten
 from orthojax.errors import printable
-from orthojax.files import as_path
 from orthojax.places import find_checkpoint
 
 FLAGS = flags.FLAGS
@@ -23,7 +23,7 @@ def define_flags() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    step_folder = find_checkpoint(as_path(arguments[0], "checkpoint"))
+    step_folder = find_checkpoint(Path(arguments[0]))
 
     import numpy as np
 

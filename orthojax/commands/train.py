@@ -16,8 +16,8 @@ from absl import flags
 from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
-from orthojax.files import as_path
 from orthojax.places import find_place
+from orthojax.stores import as_path
 
 FLAGS = flags.FLAGS
 

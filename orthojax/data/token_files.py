@@ -22,14 +22,13 @@ from orthojax.config import from_dict, require
 from orthojax.data.tokenizers import Tokenizer, make_tokenizer
 from orthojax.errors import UserError
 from orthojax.files import (
-    as_path,
-    fetched,
     is_remote,
     read_with_digest,
     require_file,
     write_atomically,
     write_with_digest,
 )
+from orthojax.stores import as_path, fetched
 
 FORMAT_VERSION = 2
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
