@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orthojax.errors import UserError, needing
-from orthojax.files import is_remote, require_local, write_atomically
+from orthojax.files import is_remote, one_writer, require_local, write_atomically
 
 _STORES = ("gs", "s3", "az")
 
@@ -33,12 +33,14 @@ def as_path(text: str, what: str) -> Any:
 
 
 def fetched(path: Any, folder: Path) -> Path:
-    """Returns a copy of a file of an object store in a local folder, made the first time; a local file as it is."""
+    """Returns a copy of a file of an object store in a local folder, made anew if it changes; a local file itself."""
     if not is_remote(path):
         return path
     copy = folder / "fetched" / hashlib.sha256(str(path.parent).encode()).hexdigest()[:16] / path.name
-    if not copy.exists() or copy.stat().st_size != path.stat().length:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("rb") as source:
-            write_atomically(copy, lambda file: shutil.copyfileobj(source, file, 1 << 24))
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    there = path.stat()
+    with one_writer(copy):
+        if not copy.exists() or copy.stat().st_size != there.length or copy.stat().st_mtime < there.mtime:
+            with path.open("rb") as source:
+                write_atomically(copy, lambda file: shutil.copyfileobj(source, file, 1 << 24))
     return copy

@@ -39,6 +39,7 @@ def test_a_run_on_a_store_resumes_to_the_bits_of_one_on_a_disk(tmp_path, store):
     assert str(step) == "gs://bucket/run/checkpoints/11"
     assert verify_checkpoint(step) == verify_checkpoint(find_checkpoint(tmp_path / "run"))
     loaded = load("gs://bucket/run")
+    assert loaded.tokenizer.spec == "bytes"
     assert bits(loaded.params) == bits(jax.device_get(whole.params))
     with pytest.raises(UserError, match="another config"):
         train(replace(config, {"train.seed": 3}), inputs, workdir)

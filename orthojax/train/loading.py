@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, fla
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import NonFiniteError, UserError
-from orthojax.files import say_once
+from orthojax.files import is_remote, say_once
 from orthojax.model import LoadedModel, Transformer, mesh_of, stack_layers, unstack_layers
 from orthojax.places import find_place, is_pretrained
 from orthojax.pretrained import (
@@ -28,6 +29,7 @@ from orthojax.pretrained import (
     read_gguf_config,
     with_declared_tokens,
 )
+from orthojax.stores import fetched
 from orthojax.train.checkpoint import read_config, read_json_item, read_params
 
 _Read = TypeVar("_Read")
@@ -134,7 +136,8 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
     if config.data.kind == "bigram_backcopy":
         return None
     sha256, spec = read_json_item(folder, "data").get("tokenizer_sha256"), config.data.tokenizer
-    kept = [path for parent in folder.parents[:2] if (path := parent / "tokenizer.json").is_file()]
+    kept = [path for parent in list(folder.parents)[:2] if (path := parent / "tokenizer.json").is_file()]
+    kept = [fetched(path, Path(tempfile.mkdtemp())) if is_remote(path) else path for path in kept]
     makes = [functools.partial(load_tokenizer, path, spec) for path in kept]
     if not spec.startswith("bpe:"):
         makes.append(functools.partial(make_tokenizer, spec, ()))
