@@ -205,16 +205,12 @@ class _ManifestHandler(ocp.JsonCheckpointHandler):
         """Names plain JSON, which readers without orthojax know."""
         return ocp.JsonCheckpointHandler.typestr()
 
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adds to the futures, which Orbax awaits in the order of the items, one that hashes this process's files."""
-        saves = await super().async_save(directory, *args, **kwargs)
-        return [*(saves or ()), _OwnDigests(directory)]
-
     def finalize(self, directory: Any) -> None:
         """Hashes the files; Orbax calls it on process 0, after every process has written and before the renaming."""
         digests = dict[str, str]()
-        for part in directory.glob("process_*.json"):
-            digests |= read_json(part, "digests")
+        parts = [(kind, part) for kind in ARRAYS for part in (directory.parent / kind).glob("process_*.json")]
+        for kind, part in parts:
+            digests |= {f"{kind}/{name}": digest for name, digest in read_json(part, "digests").items()}
             part.unlink()
         names = [name for item in (*ARRAYS, *_JSON_ITEMS) for name in _files_in(directory.parent, item)]
         digests |= _digests(directory.parent, [name for name in names if name not in digests])
@@ -222,21 +218,34 @@ class _ManifestHandler(ocp.JsonCheckpointHandler):
         (directory / "metadata").write_text(json.dumps(manifest))
 
 
+class _HashingHandler(ocp.StandardCheckpointHandler):
+    """Hashes what this process has written of an item of arrays, once it is written."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Names Orbax's own, which readers without orthojax know."""
+        return ocp.StandardCheckpointHandler.typestr()
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds to the futures, which Orbax awaits one after the other, one that hashes."""
+        saves = await super().async_save(directory, *args, **kwargs)
+        return [*(saves or ()), _OwnDigests(directory)]
+
+
 @dataclasses.dataclass(frozen=True)
 class _OwnDigests:
-    """A future of Orbax: the digests of the arrays that this process has written, in a file for process 0."""
+    """A future of Orbax: the digests of this process's files of an item, in a file for process 0."""
 
-    folder: Any  # Orbax's path, which may be on an object store
+    item: Any  # Orbax's path, which may be on an object store
 
     def result(self, timeout: float | None = None) -> None:
-        """Hashes the files."""
-        own, i = self.folder.parent, jax.process_index()
-        names = [name for item in ARRAYS for name in _files_in(own, f"{item}/ocdbt.process_{i}")]
+        own = f"process_{jax.process_index()}"
         if jax.process_count() > 1:
-            (self.folder / f"process_{i}.json").write_text(json.dumps(_digests(own, names)))
+            digests = _digests(self.item, _files_in(self.item, f"ocdbt.{own}"))
+            (self.item / f"{own}.json").write_text(json.dumps(digests))
 
     def cancel(self) -> None:
-        """Does nothing."""
+        pass
 
 
 def _files_in(folder: Any, item: str) -> list[str]:
@@ -250,7 +259,7 @@ def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Returns the items of a step in the order in which Orbax finalises them: arrays are merged, then all is hashed."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item in ARRAYS:
-        registry.add(item, ocp.args.StandardSave, ocp.StandardCheckpointHandler())
+        registry.add(item, ocp.args.StandardSave, _HashingHandler())
     for item in _JSON_ITEMS:
         registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     registry.add("checksums", ocp.args.JsonSave, _ManifestHandler())

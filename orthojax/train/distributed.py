@@ -33,10 +33,6 @@ from orthojax.errors import Interrupted, UserError
 
 T = TypeVar("T")
 LOST = 75  # EX_TEMPFAIL of sysexits.h
-_LOST_MESSAGE = b"""error: another process of this run died or hangs
-  the newest checkpoint is kept, and the same command in every process resumes from it
-  the messages of the others say which it was; exit status 75, for a scheduler that starts the run again
-"""
 _LOST_WORDS = re.compile(rb"oordination|distributed service|Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|onnection")
 _FAIL_TOGETHER_MS = 5000  # what others may need to fail for the same reason
 _kept: list[Any] = []  # the handler that C calls
@@ -81,6 +77,15 @@ def initialize(
         _report_aborts()
 
 
+def _end_lost(stderr: int, said: bytes) -> None:
+    """Ends this process; `said` is what JAX said, of which the first line with a reason is shown."""
+    reason = next((line for line in said.splitlines() if _LOST_WORDS.search(line)), b"").strip()[-200:]
+    hint = b"the newest checkpoint is kept, and the same command in every process resumes from it"
+    lines = (b"error: another process of this run died or hangs", reason, hint + b" (exit status 75)")
+    os.write(stderr, b"\n  ".join(lines) + b"\n")
+    os._exit(LOST)
+
+
 def _report_aborts() -> None:
     """Makes JAX's abort, once another process is gone, three lines and the exit status `LOST`.
 
@@ -108,8 +113,7 @@ def _report_aborts() -> None:
     def aborted(_: int) -> None:
         collect()
         if _LOST_WORDS.search(held):
-            os.write(stderr, _LOST_MESSAGE)
-            os._exit(LOST)
+            _end_lost(stderr, bytes(held))
         os.write(stderr, held)
         c.signal(signal.SIGABRT, None)  # the default
 
@@ -140,14 +144,14 @@ def failing_alone() -> Iterator[None]:
         said = " ".join(f"\n{e}" for e in (error, error.__cause__, error.__context__)).encode()
         # The exceptions of a failed collective have several types; their texts begin with a status.
         if re.search(rb"\n[A-Z_]+: ", said) and _LOST_WORDS.search(said) and b"RESOURCE_EXHAUSTED" not in said:
-            os.write(sys.stderr.fileno(), _LOST_MESSAGE)
-            os._exit(LOST)
+            _end_lost(sys.stderr.fileno(), said)
         try:
             client.wait_at_barrier("failed", _FAIL_TOGETHER_MS)
         except Exception:
-            status: Any = error.code if isinstance(error, SystemExit) else 1
-            status = 2 if isinstance(error, UserError | OSError) else status
-            atexit.register(os._exit, status)  # before what JAX has registered, and after the message
+            status: Any = error.code if isinstance(error, SystemExit) else 2
+            known = isinstance(error, SystemExit | UserError | OSError)
+            atexit.register(os._exit, status if known else 130 if isinstance(error, KeyboardInterrupt) else 1)
+            atexit.register(sys.stdout.flush)  # runs first; both before what JAX has registered, and after the message
         raise
 
 

@@ -158,13 +158,11 @@ class _Uploaded(io.StringIO):
     """A text file on an object store, which cannot be appended to: written whole, every half minute and at the end."""
 
     def __init__(self, path: Any):
-        """Continues a file that exists."""
         super().__init__()
         self._path, self._at, self.name = path, time.monotonic(), str(path)
         super().write(path.read_text())
 
     def write(self, text: str) -> int:
-        """Appends text."""
         count = super().write(text)
         if time.monotonic() - self._at > 30:
             self._at = time.monotonic()
@@ -172,7 +170,6 @@ class _Uploaded(io.StringIO):
         return count
 
     def close(self) -> None:
-        """Writes the file the last time."""
         if not self.closed:
             self._path.write_text(self.getvalue())
         super().close()
