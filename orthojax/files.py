@@ -5,6 +5,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import io
 import json
 import math
 import os
@@ -21,12 +22,29 @@ from typing import IO, Any
 from orthojax.errors import UserError, printable
 
 
+def is_remote(path: Any) -> bool:
+    """Returns whether a path of `as_path` is on an object store."""
+    return not isinstance(path, str | Path) and "://" in str(path)
+
+
+def exists(path: Path) -> bool:
+    """Returns whether anything is under a path, also a broken link."""
+    return path.exists() if is_remote(path) else os.path.lexists(path)
+
+
+def is_folder(path: Path) -> bool:
+    """Returns whether a path is a folder; pathlib raises for names that are too long."""
+    return path.is_dir() if is_remote(path) else os.path.isdir(path)
+
+
 def require_local(path: Path | str, what: str) -> None:
     """Refuses an address such as gs://bucket/run, which as a path would be the local folder `gs:`.
 
     Raises:
-      UserError: If the path begins with a scheme; `what` names it.
+      UserError: If the path begins with a scheme and is not of `as_path`; `what` names it.
     """
+    if is_remote(path):
+        return
     if scheme := re.match(r"([A-Za-z][\w+.-]+):/+", str(path)):  # a Path has one slash left; C:/ is a drive
         address = f"{scheme[1]}://{str(path)[scheme.end() :]}"
         allowed = "a path of this machine, such as that of a mounted bucket"
@@ -41,6 +59,9 @@ def make_folder(path: Path, what: str, files: Sequence[str] = ()) -> None:
         is a folder, or the path is an address; `what` names the folder in the message.
     """
     require_local(path, what)
+    if is_remote(path):
+        path.mkdir(parents=True, exist_ok=True)
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -64,6 +85,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     Raises:
       OSError: With the name of the file, which the error of a full disk lacks.
     """
+    if is_remote(path):  # where a file appears when it is complete
+        buffer = io.BytesIO()
+        write(buffer)
+        path.write_bytes(buffer.getvalue())
+        return
     _remove_orphans(path)
     done = False
     while not done:
@@ -105,10 +131,10 @@ def require_file(path: Path, what: str) -> None:
     Raises:
       UserError: If the path does not exist or is a folder, pipe or device; `what` names it ("token file", "report").
     """
-    if os.path.isfile(path):  # os.path: pathlib raises for names that are too long
+    if path.is_file() if is_remote(path) else os.path.isfile(path):  # pathlib raises for names that are too long
         return
     require_local(path, what)
-    if os.path.exists(path):
+    if path.exists() if is_remote(path) else os.path.exists(path):
         problem = f"{what} {path} is {'a folder' if path.is_dir() else 'a pipe or a device'}"
     else:
         problem = f"no such {what}: {path}"
@@ -117,7 +143,7 @@ def require_file(path: Path, what: str) -> None:
 
 def nearest_path(path: Path) -> str:
     """Returns the hint 'did you mean ...?' for a path whose last part is mistyped, or '' if none is close."""
-    if os.path.lexists(path):
+    if is_remote(path) or os.path.lexists(path):
         return ""
     try:
         found = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 from orthojax.errors import UserError, nearest
-from orthojax.files import nearest_path, read_json, require_local, require_utf8
+from orthojax.files import exists, is_folder, is_remote, nearest_path, read_json, require_local, require_utf8
+from orthojax.stores import as_path
 
 _RUNS = "a workdir, its checkpoints folder, or one step's folder"
 _MODELS = "a run, a folder of config.json and safetensors, a .gguf file, smollm2, or a name in the local cache"
@@ -26,7 +27,7 @@ def find_place(path: str | Path) -> Path:
     found = locate(path)
     if is_pretrained(found):
         return found
-    if os.path.exists(found) and not os.path.isdir(found):
+    if exists(found) and not is_folder(found):
         raise UserError(f"{found} is no model", allowed=_MODELS)
     return find_checkpoint(found)
 
@@ -44,20 +45,23 @@ def is_pretrained(path: Path) -> bool:
 
 def steps_in(folder: Path) -> list[int]:
     """Returns the steps that a `checkpoints` folder holds, in order."""
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    # A store has no renaming: there Orbax ends a checkpoint with a file.
+    end = "commit_success.txt" if is_remote(folder) else ""
+    names = [path.name for path in folder.iterdir() if path.name.isdigit() and (path / end).exists()]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def find_checkpoint(path: Path) -> Path:
     """Returns the newest step folder for a workdir, `checkpoints` folder or step folder; UserError if there is none."""
     require_local(path, "checkpoint")
-    if not os.path.isdir(path):  # pathlib raises for names that are too long
-        problem = f"{path} is no folder" if os.path.exists(path) else f"no such checkpoint: {path}"
+    if not is_folder(path):
+        problem = f"{path} is no folder" if exists(path) else f"no such checkpoint: {path}"
         raise UserError(problem, allowed=_RUNS, hint=nearest_path(path))
-    require_utf8(path, "checkpoint")
-    path = path.absolute()
+    if not is_remote(path):
+        require_utf8(path, "checkpoint")
+        path = path.absolute()
     for folder in (path / "checkpoints", path):
         # A folder of runs that are named by numbers is not a `checkpoints` folder.
         steps = [step for step in steps_in(folder) if not (folder / str(step) / "checkpoints").is_dir()]
@@ -81,8 +85,8 @@ def locate(name: str | Path) -> Path:
     local Hugging Face cache, such as `openai-community/gpt2`, with `@REVISION` for a branch, tag or commit other than
     main. Raises UserError if there is none; the message names the one command that gets it.
     """
-    path = Path(name)
-    if os.path.lexists(path):  # pathlib raises for names that are too long
+    path = as_path(name, "model") if isinstance(name, str) else name
+    if is_remote(path) or os.path.lexists(path):  # pathlib raises for names that are too long
         return path
     require_local(name, "model")
     if str(name) == "smollm2":

@@ -15,7 +15,7 @@ import orthojax
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "orthojax"
 LAYERS = {
-    **{"errors": -2, "files": -1},  # the standard library alone
+    **{"errors": -3, "files": -2, "stores": -1},  # the standard library alone, but etils in stores
     **dict.fromkeys(("ops", "config", "formatting", "machine", "places"), 0),
     **dict.fromkeys(("optim", "model", "data"), 1),
     **dict.fromkeys(("pretrained", "analysis", "quant", "report"), 2),
@@ -35,7 +35,7 @@ NEVER = {
     "quant": {"optax", "data", "train"},
 }
 # What these may import besides the standard library.
-ONLY = {"errors": "", "config": "errors", "files": "errors", "formatting": "errors", "places": "errors files"}
+ONLY = {"errors": "", "config": "errors", "files": "errors", "formatting": "errors", "places": "errors files stores"}
 SOURCES = {
     str(path.relative_to(ROOT)): path for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
 }

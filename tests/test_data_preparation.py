@@ -1,14 +1,18 @@
 """Preparing token files: the rule that divides text, repeated passages, kills, and the bytes in them."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
+import multiprocessing
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_commands import run
 
-from orthojax.data import Part, prepare, repeat_passages, text_parts
-from orthojax.data.preparation import hold_out_by_text, open_token_file, sidecar_path, write_token_file
+from orthojax.config import DataConfig
+from orthojax.data import PackedBatches, Part, open_dataset, prepare, repeat_passages, text_parts
+from orthojax.data.preparation import hold_out_by_text
 from orthojax.data.sources import Document, Piece, Source
+from orthojax.data.token_files import JoinedTokens, open_token_file, sidecar_path, write_token_file
 from orthojax.data.tokenizers import ByteTokenizer, load_tokenizer
 from orthojax.errors import UserError
 from orthojax.files import one_writer, read_with_digest
@@ -208,23 +214,109 @@ def test_complete_files_are_kept(text, tmp_path):
     assert contents(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
-def test_killed_it_starts_over_without_half_files(tmp_path, seconds):
-    (tmp_path / "a.jsonl").write_text(lines(text * 2_000 for text in TEXTS * 5))
-    prepared(tmp_path / "whole", tmp_path / "a.jsonl", splits=SPLITS)
-    flags = ["--input=a.jsonl", "--output=killed", "--tokenizer=bytes"]
-    process = subprocess.Popen([sys.executable, "-m", "orthojax", "prepare", *flags], cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while process.poll() is None and not list((tmp_path / "killed").glob(".*.tmp")) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    for path in (tmp_path / "killed").glob("*.bin"):
-        open_token_file(path, verify=True)
-    prepared(tmp_path / "killed", tmp_path / "a.jsonl", splits=SPLITS)
-    left = {name: content for name, content in contents(tmp_path / "killed").items() if name[0] != "."}
-    assert left == contents(tmp_path / "whole")
+def joined(folder, name):
+    return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{name}*.bin")))
+
+
+@pytest.mark.parametrize(("kills", "workers"), [(3, 1), pytest.param(20, 2, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path, kills, workers):
+    """Only complete files are there after a kill, and those stay as they are."""
+    for i in range(8):
+        (tmp_path / f"{i}.jsonl").write_text(lines(f"{i} {text}" * 500 for text in TEXTS * 2))
+    inputs = text_parts([str(tmp_path / "*.jsonl")], SPLITS)
+    prepare(tmp_path / "whole", inputs, "bytes")
+    flags = ["--input=*.jsonl", "--output=killed", "--tokenizer=bytes", "--shards=8", f"--workers={workers}"]
+    random, kept, killed = np.random.default_rng(0), {}, tmp_path / "killed"
+    for _ in range(kills):
+        left = {*killed.glob(".*.tmp")}
+        process = subprocess.Popen([sys.executable, "-m", "orthojax", "prepare", *flags], cwd=tmp_path)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not {*killed.glob(".*.tmp")} - left and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        complete = {path: path.stat().st_mtime_ns for path in killed.glob("*.bin")}
+        assert kept.items() <= complete.items()
+        kept = complete
+        for path in kept:
+            open_token_file(path, verify=True)
+    prepare(killed, inputs, "bytes", shards=8)
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in killed.glob("*.bin")}.items()
+    assert not list(killed.glob(".*.tmp"))
+    for split in SPLITS:
+        assert joined(killed, split) == joined(tmp_path / "whole", split)
+
+
+def test_machines_and_processes_divide_the_work(tmp_path):
+    """Files that several make together have the tokens of one file, in its order, and are opened when all are there."""
+    for i in range(5):
+        (tmp_path / f"{i}.jsonl").write_text(lines(f"{i} {text}" for text in TEXTS[: 7 * i]))  # the first has none
+    parts, pattern = text_parts([str(tmp_path / "*.jsonl")], SPLITS), str(tmp_path / "out/train-*.bin")
+    whole, *_ = prepare(tmp_path / "whole", parts, "bpe:270")
+    reported = []
+    first = prepare(tmp_path / "out", parts, "bpe:270", shards=5, share=(1, 2), workers=2,
+                    progress=lambda *call: reported.append(call))  # fmt: skip
+    assert [file.path.name for file in first][:2] == ["train-00001-of-00005.bin", "train-00003-of-00005.bin"]
+    assert {what: (done, of) for what, done, of, _ in reported}["train"] == 2 * (parts[0].source.group(1, 5).n_bytes
+        + parts[0].source.group(3, 5).n_bytes,)  # fmt: skip
+    with pytest.raises(UserError, match=r"3 token files of .*train-\*-of-00005 are missing, the first is number 0"):
+        open_token_file(pattern)
+    prepare(tmp_path / "out", parts, "bpe:270", shards=5, share=(0, 2))
+    tokens = open_token_file(pattern, verify=True).tokens
+    assert isinstance(tokens, JoinedTokens)
+    np.testing.assert_array_equal(tokens[:], whole.tokens)
+    n = len(tokens)
+    for start, stop in [(0, 1), (n // 2, n // 2 + 400), (n - 3, n + 9), (5, 5), (n, n + 1)]:
+        np.testing.assert_array_equal(tokens[start:stop], whole.tokens[start:stop])
+    prepare(tmp_path / "out", parts[:1], "bpe:270", shards=2)
+    with pytest.raises(UserError, match=r"matches more than .*of-00002"):
+        open_token_file(pattern)
+    with pytest.raises(UserError, match="6 token files of 5 input files"):
+        prepare(tmp_path / "out", parts, "bpe:270", shards=6)
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_process_is_reported_and_ends_the_others(text, tmp_path):
+    (tmp_path / "b.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match=r"b\.jsonl, line 1"):
+        prepare(tmp_path / "out", text_parts([str(tmp_path)], ["all"]), "bytes", shards=2, workers=2)
+    assert not multiprocessing.active_children() or time.sleep(2) or not multiprocessing.active_children()
+
+
+# Files of datatrove.
+
+
+def write_datatrove(path, documents, dtype):
+    """As its TokenizedFile does: struct.pack("<nH") of the ids and ("<nQ") of the ends of documents."""
+    ids = [i for document in documents for i in document]
+    ends = list(itertools.accumulate(map(len, documents)))
+    path.write_bytes(struct.pack(f"<{len(ids)}{dtype}", *ids))
+    Path(f"{path}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
+
+
+@pytest.mark.parametrize("dtype", ["H", "I"])
+def test_files_of_datatrove_are_read(tmp_path, dtype):
+    documents = [[*text.encode(), 257] for text in TEXTS]
+    write_datatrove(tmp_path / "0_shuffled.ds", documents[:20], dtype)
+    write_datatrove(tmp_path / "1_shuffled.ds", documents[20:], dtype)
+    paths = (str(tmp_path / "*_shuffled.ds"), str(tmp_path / "0_shuffled.ds"))
+    config = DataConfig(kind="tokens", paths=paths, tokenizer="bytes", sequence_length=8, pack=True)
+    opened = open_dataset(config, tmp_path / "cache")
+    assert opened.train[:].tolist() == ids_of(TEXTS)
+    assert opened.validation.tolist() == ids_of(TEXTS[:20])
+    assert (opened.vocab_size, opened.validation_bytes) == (258, 0)
+    assert opened.provenance["train"]["n_documents"] == len(TEXTS)
+    whole = PackedBatches(np.array(ids_of(TEXTS)), 8, 4, 0, eos_id=257)
+    np.testing.assert_array_equal(PackedBatches(opened.train, 8, 4, 0, eos_id=257)(3), whole(3))
+    with pytest.raises(UserError, match="does not say what its ids mean"):
+        open_token_file(paths[1])
+    write_datatrove(tmp_path / "0_shuffled.ds", [[5, 6]], dtype)
+    with pytest.raises(UserError, match="ends with the id 6, not 257"):
+        open_dataset(dataclasses.replace(config, paths=(paths[1], paths[1])), tmp_path)
+    (tmp_path / "0_shuffled.ds").write_bytes(b"123456789")
+    with pytest.raises(UserError, match="its index says"):
+        open_token_file(paths[1], tokenizer="bytes")
 
 
 def test_two_at_once_do_not_mix_two_texts(text, tmp_path):
@@ -280,8 +372,8 @@ def test_files_of_something_else_are_kept(text, tmp_path):
 
 def make(path, texts=("hé", "x")):
     """A token file of some texts."""
-    piece = Piece(lambda: ((Document("", text), 1) for text in texts), 1)
-    part = Part(path.stem, "train", Source("test", "abc", (piece,)), lambda document: document.text)
+    piece = Piece(lambda: ((Document("", text), 1) for text in texts), 1, lambda: "a.txt")
+    part = Part(path.stem, "train", Source("test", (piece,)), lambda document: document.text)
     return prepare(path.parent, [part], "bytes")[0]
 
 
@@ -295,7 +387,7 @@ def test_contents_and_sidecar_are_these_bytes(tmp_path):
     assert read_with_digest(sidecar_path(file.path), "sidecar") == {
         "format_version": 2, "dtype": "uint16", "n_tokens": 6, "n_bytes": 4, "n_documents": 2, "vocab_size": 258,
         "bos_id": 256, "eos_id": 257, "tokenizer": "bytes", "tokenizer_sha256": ByteTokenizer().sha256,
-        "source": "test", "source_sha256": "abc", "file_count": 1, "split": "train",
+        "source": "test", "source_sha256": hashlib.sha256(b"a.txt").hexdigest(), "file_count": 1, "split": "train",
         "data_sha256": hashlib.sha256(raw).hexdigest(),
     }  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer.json", "train.bin", "train.json"]

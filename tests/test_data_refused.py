@@ -17,8 +17,8 @@ from test_data_tfds import edit_info, example, framed, write_records, write_tfds
 
 from orthojax.config import DataConfig
 from orthojax.data import BigramBackcopy, embedded_corpus, open_dataset, prepare, text_corpus, text_parts
-from orthojax.data.preparation import open_token_file
 from orthojax.data.sources import find_files, find_tfds, open_tfds
+from orthojax.data.token_files import open_token_file
 from orthojax.data.tokenizers import load_tokenizer, make_tokenizer, tokenizer_identity
 
 

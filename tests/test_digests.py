@@ -10,7 +10,7 @@ from tiny_run import TINY
 from orthojax import cards, train
 from orthojax.cards.model_card import SCHEMA
 from orthojax.config import replace
-from orthojax.data.preparation import open_token_file, write_token_file
+from orthojax.data.token_files import open_token_file, write_token_file
 from orthojax.data.tokenizers import ByteTokenizer
 from orthojax.errors import UserError
 from orthojax.experiments.stored import read_results_file

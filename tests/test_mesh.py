@@ -18,8 +18,9 @@ from orthojax import config as c
 from orthojax import train as training
 from orthojax.config import Config, DataConfig, MeshConfig, replace
 from orthojax.errors import UserError
-from orthojax.model import Transformer, gpt2, llama2, parameter_shapes
+from orthojax.model import Transformer, gpt2, llama2, parameter_shapes, stack_layers
 from orthojax.train import Checkpoints, Inputs, evaluate, init_state, make_mesh, opening, place_rows, train
+from orthojax.train import checkpoint as orbax_steps
 from orthojax.train.data import batches
 from orthojax.train.mesh import parameter_shardings
 from orthojax.train.step import jit_train_step
@@ -414,14 +415,25 @@ def test_batches_come_in_order_two_ahead(mesh):
 # The whole way.
 
 
-def test_run_on_a_mesh_begins_with_given_parameters(tmp_path):
+def test_run_on_a_mesh_begins_with_given_parameters(tmp_path, monkeypatch):
+    """Of which no device ever holds all; layers are stacked for it."""
     config = replace(SMALL, {"train.steps": 1, "optim.warmup_steps": 0, "optim.optimizer": "sgd"})
     params = drawn_params(config.model)
+    read, largest = orbax_steps._restore_item, []
+
+    def restore(folder, item, like):
+        leaves = jax.tree.leaves(read(folder, item, like))
+        largest.append(max(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards))
+        return read(folder, item, like)
+
     with Checkpoints(tmp_path / "source/checkpoints", keep=1) as checkpoints:
         checkpoints.save(blank_state(config)._replace(params=params), config, INPUTS.provenance)
     given = {"train.init_from": str(tmp_path / "source"), "optim.learning_rate": 1e-9}
+    given |= {"model.scan_layers": True}
+    monkeypatch.setattr(orbax_steps, "_restore_item", restore)
     state = train(on(config, 2, 2, 2, **given), INPUTS, tmp_path / "run")
-    assert_trees_close(state.params, params, atol=1e-7)
+    assert_trees_close(state.params, stack_layers(params), atol=1e-7)
+    assert largest == [max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 4]
 
 
 @pytest.mark.slow

@@ -30,11 +30,10 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(arguments, devices):
+def start(arguments, devices, **options):
     environment = cpu_environment(JAX_NUM_CPU_DEVICES=str(devices), PYTHONUNBUFFERED="1")
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    options |= {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], **options)
 
 
 def start_together(workdir, caches, flags_of_each, devices):
@@ -144,29 +143,47 @@ MEETING = """
 import sys, time
 import numpy as np
 from orthojax.train import distributed
-distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_timeout_seconds=10)
+distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from jax.experimental import multihost_utils
-while True:
-    assert multihost_utils.process_allgather(np.ones(2)).sum() == 4
-    print("met", flush=True)
-    time.sleep(0.1)
+with distributed.failing_alone():
+    while sys.argv[2] == "0" or sys.stdin.readline():
+        assert multihost_utils.process_allgather(np.ones(2)).sum() == 4
+        print("met", flush=True)
+        time.sleep(0.1)
+    raise ZeroDivisionError
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_lost_process_ends_the_others(victim):
+@pytest.mark.parametrize(
+    ("victim", "signum", "seconds"),
+    [
+        (1, signal.SIGKILL, 20),
+        pytest.param(0, signal.SIGKILL, 20, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, 60, marks=pytest.mark.slow),  # three times the heartbeat's, on a busy machine
+        pytest.param(1, None, 60, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_is_left_alone_ends(victim, signum, seconds):
+    """In three lines, and with a status after which a scheduler starts all again; one that fails says why, at once."""
     address = f"localhost:{free_port()}"
-    processes = [start(["-c", MEETING, address, str(i)], 1) for i in range(2)]
+    processes = [start(["-c", MEETING, address, str(i)], 1, stdin=subprocess.PIPE) for i in range(2)]
     try:
+        processes[1].stdin.write("meet\n" * 9)
+        processes[1].stdin.flush()
         for process in processes:
-            assert process.stdout is not None
             while process.stdout.readline() != "met\n":
-                assert process.poll() is None
-        processes[victim].send_signal(signal.SIGKILL)
+                assert process.poll() is None, process.communicate()
         started = time.monotonic()
-        assert processes[1 - victim].wait(timeout=120) != 0
-        assert time.monotonic() - started < 60  # six times the heartbeat's timeout, on a machine that is busy
+        if signum is None:
+            _, errors = processes[1].communicate()  # ends its input
+            assert (processes[1].returncode, errors.splitlines()[-1]) == (1, "ZeroDivisionError")
+        else:
+            processes[victim].send_signal(signum)
+        _, errors = processes[1 - victim].communicate(timeout=120)
+        assert time.monotonic() - started < seconds
+        assert processes[1 - victim].returncode == distributed.LOST == 75
+        assert errors.startswith("error: another process of this run died or hangs\n")
+        assert len(errors.splitlines()) == 3, errors
     finally:
         for process in processes:
             process.kill()

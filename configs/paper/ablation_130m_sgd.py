@@ -31,7 +31,7 @@ def get_config() -> Config:
         ),
         data=DataConfig(
             kind="tokens",
-            paths=("data/c4_gpt2/train.bin", "data/c4_gpt2/validation.bin"),
+            paths=("data/c4_gpt2/train*.bin", "data/c4_gpt2/validation*.bin"),
             sequence_length=256,
             bos=False,
         ),

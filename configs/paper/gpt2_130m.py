@@ -41,7 +41,7 @@ def get_config() -> Config:
         optim=OptimConfig(optimizer="adam", learning_rate=1e-3, warmup_steps=2_000, final_learning_rate_fraction=0.0),
         data=DataConfig(
             kind="tokens",
-            paths=("data/c4_gpt2/train.bin", "data/c4_gpt2/validation.bin"),
+            paths=("data/c4_gpt2/train*.bin", "data/c4_gpt2/validation*.bin"),
             sequence_length=256,
             bos=False,
         ),

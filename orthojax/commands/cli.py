@@ -8,6 +8,7 @@ import re
 import runpy
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -22,7 +23,8 @@ from absl import app, flags, logging
 from orthojax.config import Config, describe_fields, describe_type, field_paths, flatten, from_json, nearest_field
 from orthojax.config import replace as replace_fields
 from orthojax.errors import Interrupted, UserError, as_user_error, how_to_install, nearest, printable
-from orthojax.files import require_local
+from orthojax.files import is_remote, require_local
+from orthojax.stores import as_path, fetched
 
 _PACKAGE = Path(__file__).parents[1]
 _SHIPPED = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # in a wheel, in a clone
@@ -38,6 +40,8 @@ _KEEP_FREED_MEMORY = {
 
 _MAY_BE_EMPTY = ("compile_cache", "prompt", "system")  # others are empty if a shell variable is not set
 _MAY_BE_ADDRESSES = ("prompt", "system", "attention_of", "input", "text")  # texts, or read through fsspec
+_MAY_BE_ADDRESSES += ("config", "checkpoint", "model")  # which `as_path` opens, or refuses
+_WORK_ON_STORES = ("orthojax.commands.train", "orthojax.commands.evaluate")
 
 _overrides: dict[str, str] = {}
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -110,12 +114,16 @@ def tokenizing_progress() -> Callable[..., None]:
 def load_config() -> Config:
     """Returns the config of `--config`, with every `--config.x=` override applied at once."""
     path = flags.FLAGS["config"].value
-    return replace_fields(_config_from_file(_found(Path(path))) if path else Config(), _overrides)
+    return replace_fields(_config_from_file(_found(as_path(path, "config file"))) if path else Config(), _overrides)
 
 
 def _found(path: Path) -> Path:
     """Returns the file of a config; one from the package is found in any folder, as configs/NAME.py or NAME."""
     require_local(path, "config file")
+    if is_remote(path):
+        if path.suffix != ".json":
+            raise UserError(f"{path} is not on this machine", allowed="a config.json there, or a Python file here")
+        return fetched(path, Path(tempfile.mkdtemp()))
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     shipped = name if name.suffix or not homes else name.with_suffix(".py")
@@ -271,6 +279,8 @@ def _parse(argv: Sequence[str], positional: str, several: bool, about: str) -> l
         if flag.present and flag.value in ("", []) and flag.name not in _MAY_BE_EMPTY:
             raise UserError(f"--{flag.name}= is empty", allowed=f"--{flag.name}=VALUE, or no --{flag.name}")
     values = [(flag.name, flag.value) for flag in _own_flags() if flag.name not in _MAY_BE_ADDRESSES]
+    if flags.FLAGS.find_module_defining_flag("workdir") in _WORK_ON_STORES:
+        values = [(name, value) for name, value in values if name != "workdir"]
     values += [("positional argument", argument) for argument in rest]
     for name, value in values:
         for path in value if isinstance(value, list) else [value]:

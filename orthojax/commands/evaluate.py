@@ -19,6 +19,7 @@ from orthojax.config import Config
 from orthojax.errors import UserError, printable
 from orthojax.files import finite
 from orthojax.places import find_checkpoint
+from orthojax.stores import as_path
 
 FLAGS = flags.FLAGS
 
@@ -97,7 +98,7 @@ def home_of(step_folder: Path) -> Path:
 def main(_: list[str]) -> None:
     if not FLAGS.checkpoint:
         raise UserError("--checkpoint is missing", allowed="--checkpoint=DIR")
-    step_folder = find_checkpoint(Path(FLAGS.checkpoint))
+    step_folder = find_checkpoint(as_path(FLAGS.checkpoint, "checkpoint"))
 
     from tqdm import tqdm
 
@@ -109,7 +110,7 @@ def main(_: list[str]) -> None:
         problem = "--settings, --quantize_head and --post_attention are for language models"
         raise UserError(problem, allowed="none of them")
     train.keep_compiled_programs(FLAGS.compile_cache)
-    workdir = Path(FLAGS.workdir) if FLAGS.workdir else home_of(step_folder)
+    workdir = as_path(FLAGS.workdir, "workdir") if FLAGS.workdir else home_of(step_folder)
     make_folder(workdir, "workdir", files=["evaluation.json"])  # before any work, so that a wrong path costs nothing
     inputs = train.open_inputs(config, Path(FLAGS.cache_dir), progress=cli.tokenizing_progress())
     train.require_same_data(step_folder, inputs.provenance)

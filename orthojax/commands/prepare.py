@@ -4,10 +4,14 @@ Text comes from --input, or from a prepared TensorFlow Datasets folder, TFRecord
 --tfds_dir=DATA_DIR --dataset=c4/en:3.0.1 --split=train. The output folder gets tokenizer.json and, for each split, a
 .bin with its JSON sidecar; train with --config.data.kind=tokens --config.data.paths=DIR/train.bin,DIR/validation.bin.
 
-After an interruption, run the same command again: complete files are kept.
+After an interruption, run the same command again: complete files are kept. --shards=N makes N files of each split, in
+as many processes as there are cores; train with the pattern --config.data.paths=DIR/train-*.bin,DIR/validation-*.bin.
+Machines that share the folder divide the work by --share=0/4, --share=1/4, ...
 """
 
 import dataclasses
+import os
+import re
 from pathlib import Path
 
 from absl import flags
@@ -42,6 +46,20 @@ def define_flags() -> None:
         "bytes | bpe:N | the path of a tokenizer; it must match a tokenizer already in the output folder.",
     )
     flags.DEFINE_string("output", None, "Folder of the token files.")
+    flags.DEFINE_integer("shards", 1, "Token files of each split, at most one for each input file.", lower_bound=1)
+    flags.DEFINE_string("share", "0/1", "I/N: only the I-th of every N token files, from 0, on one of N machines.")
+    flags.DEFINE_integer(
+        "workers", None, "Processes, each with a token file at a time; by default one for each core.", lower_bound=1
+    )
+
+
+def _share() -> tuple[int, int]:
+    given = re.fullmatch(r"(\d{1,6})/(\d{1,6})", FLAGS.share)
+    i, n = map(int, given.groups()) if given else (0, 0)
+    if not i < n <= FLAGS.shards:
+        problem = f"--share={FLAGS.share} with --shards={FLAGS.shards}"
+        raise UserError(problem, allowed="I/N with I from 0 to N - 1, and N at most --shards")
+    return i, n
 
 
 def main(_: list[str]) -> None:
@@ -56,6 +74,7 @@ def main(_: list[str]) -> None:
         raise UserError(
             f"--split={FLAGS.split} names {len(splits)} splits", allowed="at least one; exactly one with --name"
         )
+    share = _share()
 
     from orthojax.data import prepare, text_parts, tfds_parts
     from orthojax.data.tokenizers import tokenizer_identity
@@ -70,8 +89,15 @@ def main(_: list[str]) -> None:
     parts = [dataclasses.replace(part, name=FLAGS.name or part.name) for part in parts]
     source = parts[0].source
     count = f"{len(source.files)} file{'s' * (len(source.files) != 1)}"
-    print(f"{source.description}: {count}, sha256 {source.sha256}")
-    for file in prepare(output, parts, FLAGS.tokenizer, progress=cli.tokenizing_progress()):
+    # Many files are read in many processes, also for their sha256.
+    print(f"{source.description}: {count}" + (f", sha256 {source.sha256}" if FLAGS.shards == 1 else ""), flush=True)
+    workers = FLAGS.workers or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(1))
+    options = {"shards": FLAGS.shards, "share": share, "workers": workers, "progress": cli.tokenizing_progress()}
+    made = prepare(output, parts, FLAGS.tokenizer, **options)
+    if FLAGS.shards > 1:
+        print(f"{output}: {len(made)} token files, {sum(file.info.n_tokens for file in made)} tokens")
+        return
+    for file in made:
         info = file.info
         print(f"{file.path}: {info.n_tokens} tokens, {info.n_documents} documents, {info.n_bytes} bytes of text")
         print(f"  {info.dtype}, tokenizer {info.tokenizer} {info.tokenizer_sha256}, data {info.data_sha256}")

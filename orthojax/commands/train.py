@@ -17,6 +17,7 @@ from orthojax.commands import cli
 from orthojax.config import Config
 from orthojax.errors import UserError, printable
 from orthojax.places import find_place
+from orthojax.stores import as_path
 
 FLAGS = flags.FLAGS
 
@@ -43,7 +44,7 @@ def define_flags() -> None:
 
 def _workdir() -> Path:
     if FLAGS.workdir:
-        return Path(FLAGS.workdir)
+        return as_path(FLAGS.workdir, "workdir")
     config = Path(FLAGS.config or "train.py")
     if config.suffix == ".json":  # all of them are called config.json
         raise UserError(f"--workdir is missing, and {config} names no run", allowed="--workdir=DIR")
@@ -112,6 +113,16 @@ def main(_: list[str]) -> None:
     if config.train.init_from:
         find_place(config.train.init_from)
 
+    from orthojax.train import distributed
+
+    if FLAGS.multihost or _processes() != (None, None, None):
+        distributed.initialize(*_processes())
+    with distributed.failing_alone():
+        _run(config, workdir)
+
+
+def _run(config: Config, workdir: Path) -> None:
+    """Trains in this process, alone or with others."""
     from orthojax.train import (
         check_workdir,
         closing,
@@ -123,8 +134,6 @@ def main(_: list[str]) -> None:
         train,
     )
 
-    if FLAGS.multihost or _processes() != (None, None, None):
-        distributed.initialize(*_processes())
     is_primary = distributed.is_primary()
 
     def say(*lines: str) -> None:
@@ -135,11 +144,13 @@ def main(_: list[str]) -> None:
         check_workdir(workdir, config)
         keep_compiled_programs(FLAGS.compile_cache)
         say(f"workdir {workdir}", *opening(config))
-        # Every process makes the token files that it does not find; the first to finish keeps them.
         progress = cli.tokenizing_progress() if is_primary else None
         return open_inputs(config, Path(FLAGS.cache_dir), progress=progress)
 
-    inputs = distributed.sync_start(prepare)
+    # Process 0 makes the token files of text, and the others find them, unless their disks are their own.
+    begins = is_primary or config.data.kind not in ("embedded", "text")
+    first = distributed.sync_start(lambda: prepare() if begins else None)
+    inputs = distributed.sync_start(lambda: first or prepare())
     say(describe_data(inputs.provenance))
     if is_primary:
         _train_with_progress(config, inputs, workdir)

@@ -136,12 +136,14 @@ class DataConfig:
     """The source of the tokens.
 
     Attributes:
-      kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens` a
-        train and a validation token file made by orthojax prepare, `bigram_backcopy` is the synthetic task.
-      paths: For `text`, files, folders and patterns (any number); for `tokens`, the train and the validation file; for
-        `bigram_backcopy`, the text whose characters are counted, by default the standard library's documentation.
+      kind: `embedded` is Python's own standard library, `text` reads the text or jsonl files in `paths`, `tokens`
+        token files made by orthojax prepare or datatrove, `bigram_backcopy` is the synthetic task.
+      paths: For `text`, files, folders and patterns (any number); for `tokens`, the train and the validation file, or a
+        pattern of several for each; for `bigram_backcopy`, the text whose characters are counted, by default the
+        standard library's documentation.
       tokenizer: `bytes`, `bpe:N` (trained on the corpus, N ids) or the path of a tokenizer: a tokenizer.json, GPT-2's
-        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` needs none: the files name theirs.
+        vocab.json beside its merges.txt, or a sentencepiece .model. `tokens` needs none: the files name theirs, except
+        those of datatrove.
       sequence_length: Input positions of one row.
       bos: Start every row of text with the beginning-of-sequence token.
       pack: Fill the rows of training with whole documents, which do not see each other: see
@@ -197,7 +199,7 @@ class DataConfig:
             (next_token or length >= 8, f"{corrupted}sequence_length={length}", "a sequence_length of at least 8"),
             (kind != "text" or files > 0, "kind='text' without files", "data.paths=FILE[,FILE...]"),
             (kind != "tokens" or files == 2, f"kind='tokens' with {files} files",
-             "data.paths=TRAIN.bin,VALIDATION.bin"),
+             "data.paths=TRAIN.bin,VALIDATION.bin, or a pattern of files for each"),
             (kind != "embedded" or not files, f"paths={self.paths} {of_kind}",
              "data.kind=text | tokens | bigram_backcopy"),
             (not self.repeated_share or kind in ("embedded", "text"), f"repeated_share={self.repeated_share} {of_kind}",
@@ -290,7 +292,8 @@ class TrainConfig:
       probe_steps: Further steps to probe, each once; 0 is the start.
       probe: Further work at every probe: `module:function`, called with the config, the rows of the probe int32
         [probe_sequences, T + 1] and the folder `probes` of the run; returns a function of (step, parameters).
-      probe_sequences: Rows of a probe, taken from the `eval.sequences`; all of them if there are fewer.
+      probe_sequences: Rows of a probe, taken from the `eval.sequences`; all of them if there are fewer. On a mesh up to
+        the next number of rows that divides over the devices.
       tensorboard: Also write metrics.jsonl as TensorBoard events, under tensorboard/.
       wandb: Also log metrics.jsonl to Weights & Biases, one run for each workdir; WANDB_MODE=offline keeps it on disk.
       eval_every_steps: Steps between validation losses; 0 leaves them out.

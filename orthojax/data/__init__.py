@@ -11,13 +11,13 @@ from orthojax.data.bigram_backcopy import BigramBackcopy as BigramBackcopy
 from orthojax.data.bigram_backcopy import default_text as default_text
 from orthojax.data.bigram_backcopy import open_task as open_task
 from orthojax.data.preparation import Part as Part
-from orthojax.data.preparation import TokenFile as TokenFile
-from orthojax.data.preparation import open_token_file as open_token_file
 from orthojax.data.preparation import prepare as prepare
 from orthojax.data.preparation import repeat_passages as repeat_passages
 from orthojax.data.preparation import text_parts as text_parts
 from orthojax.data.preparation import tfds_parts as tfds_parts
 from orthojax.data.sources import embedded_corpus as embedded_corpus
 from orthojax.data.sources import text_corpus as text_corpus
+from orthojax.data.token_files import TokenFile as TokenFile
+from orthojax.data.token_files import open_token_file as open_token_file
 from orthojax.data.tokenizers import load_tokenizer as load_tokenizer
 from orthojax.data.tokenizers import make_tokenizer as make_tokenizer

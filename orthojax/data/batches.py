@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from orthojax.config import DataConfig
-from orthojax.data import preparation
+from orthojax.data import preparation, token_files
 from orthojax.data.tokenizers import tokenizer_identity
 from orthojax.errors import UserError
 
@@ -27,9 +27,9 @@ class Dataset:
     vocab_size: int  # one more than the largest possible id
     bos_id: int  # starts a row if rows start with one
     eos_id: int  # follows every document
-    train: np.ndarray  # uint16 or uint32 [n], a read-only memory map
-    validation: np.ndarray
-    validation_bytes: int  # of its text in UTF-8: bits per byte = nats per token / ln 2 * len(validation) / this
+    train: Any  # uint16 or uint32 [n], a read-only memory map, or `JoinedTokens` of several
+    validation: Any
+    validation_bytes: int  # of its text in UTF-8, 0 if not known: bits per byte = nats / ln 2 * len(validation) / this
     tokenizer_path: Path | None  # for `load_tokenizer`; None if it is not beside the token files
     provenance: dict[str, Any]  # JSON: names, counts and sha256s of source, tokenizer and files
 
@@ -42,12 +42,13 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: prepara
     the tokenizer or the cache folder, ValueError for kind `bigram_backcopy`, which has no token files.
     """
     if config.kind == "tokens":
-        return _open_pair(Path(config.paths[0]), Path(config.paths[1]), config.verify)
+        train, validation = (token_files.fetched_pattern(path, Path(cache_dir)) for path in config.paths)
+        return _open_pair(train, validation, config)
     if config.kind == "bigram_backcopy":
         raise ValueError("bigram_backcopy is generated: see open_task")
     identity = tokenizer_identity(config.tokenizer)
     parts = preparation.text_parts(list(config.paths) or None, ["train", "validation"])
-    rules = [preparation.FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
+    rules = [token_files.FORMAT_VERSION, RULES_VERSION, config.kind, parts[0].source.sha256, identity]
     if config.repeated_share:
         parts = [_repeated(part, config.repeated_share) for part in parts]
         rules.append(config.repeated_share)
@@ -57,7 +58,7 @@ def open_dataset(config: DataConfig, cache_dir: str | Path, *, progress: prepara
     train, validation = folder / "train.bin", folder / "validation.bin"
     if not (train.exists() and validation.exists()):
         preparation.prepare(folder, parts, config.tokenizer, progress=progress)
-    return _open_pair(train, validation, config.verify)
+    return _open_pair(train, validation, config)
 
 
 class TokenBatches:
@@ -75,15 +76,16 @@ class TokenBatches:
            [99,  4,  5,  6,  7]], dtype=int32)
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
-        """Cuts integers [n], usually the memory map of a token file, into rows; nothing is read yet.
+    def __init__(self, tokens: Any, sequence_length: int, batch_size: int, seed: int, bos_id: int | None = None):
+        """Cuts integers [n], usually memory maps of token files, into rows; nothing is read yet.
 
         Without `bos_id` row i is [tok[i*T], ..., tok[i*T + T]]: neighbours share a token, and the very first one is not
         a target. With it, it is [bos, tok[i*T], ..., tok[i*T + T-1]], and every token is a target. Raises UserError if
         the tokens do not fill one batch.
         """
         extra = int(bos_id is None)  # the last target lies one past the inputs unless bos shifts them
-        self.tokens = np.asarray(tokens)  # still the memory map, but slices of a plain array are cheaper
+        # Still the memory map, but slices of a plain array are cheaper.
+        self.tokens = tokens if isinstance(tokens, token_files.JoinedTokens) else np.asarray(tokens)
         self.sequence_length, self.batch_size, self.seed, self.bos_id = sequence_length, batch_size, seed, bos_id
         self.n_rows = max(0, (len(tokens) - extra) // sequence_length)
         if self.n_rows < batch_size:
@@ -144,7 +146,7 @@ class PackedBatches(TokenBatches):
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Any,
         sequence_length: int,
         batch_size: int,
         seed: int,
@@ -177,7 +179,7 @@ class PackedBatches(TokenBatches):
         return rows.reshape(len(indices), -1)
 
 
-def _pieces(tokens: np.ndarray, eos_id: int, length: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
+def _pieces(tokens: Any, eos_id: int, length: int, shared: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns where the pieces of documents start, and their sizes; neighbours share a token if `shared` is 1."""
     at_once = 2**26  # of what may be a memory map
     parts = ((start, tokens[start : start + at_once]) for start in range(0, len(tokens), at_once))
@@ -219,13 +221,19 @@ def _repeated(part: preparation.Part, share: float) -> preparation.Part:
     )
 
 
-def _open_pair(train_path: Path, validation_path: Path, verify: bool) -> Dataset:
-    train, validation = (preparation.open_token_file(path, verify=verify) for path in (train_path, validation_path))
+def _open_pair(train_path: Path | str, validation_path: Path | str, config: DataConfig) -> Dataset:
+    open_file = functools.partial(token_files.open_token_file, verify=config.verify, tokenizer=config.tokenizer)
+    train, validation = open_file(train_path), open_file(validation_path)
+    if config.pack and (last := int(train.tokens[-1:][0])) != train.info.eos_id:  # as datatrove may be told
+        problem = f"the last document of {train_path} ends with the id {last}, not {train.info.eos_id}, end of text"
+        raise UserError(problem, allowed="data.pack=false, or datatrove's eos_token, which ends every document")
     if train.info.tokenizer_sha256 != validation.info.tokenizer_sha256:
         names = f"{train.info.tokenizer}, {validation.info.tokenizer}"
         problem = f"{train_path} and {validation_path} were created with different tokenizers ({names})"
         raise UserError(problem, allowed="two files of the same tokenizer")
-    tokenizer = train_path.with_name("tokenizer.json")
+    tokenizer = train.path.with_name("tokenizer.json")
+    if train.path.suffix == ".ds":
+        tokenizer = Path(config.tokenizer)
     kept = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
     info, counts = dataclasses.asdict(train.info), ("n_tokens", "n_bytes", "n_documents", "data_sha256")
     of_both = ("source", "source_sha256", "file_count", "tokenizer", "tokenizer_sha256", "bos_id")

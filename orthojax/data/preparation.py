@@ -1,40 +1,34 @@
-"""Token files, and folders of them made from text of any size, for orthojax prepare and for the cache of data sets.
+"""Folders of token files made from text of any size, for orthojax prepare and for the cache of data sets.
 
-A token file has all ids of a corpus in one flat little-endian array; `train.bin` has its sidecar in `train.json`.
-Documents follow one after the other, each ended by the tokenizer's end-of-text id.
-
-The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar. Calls with the same tokenizer can
-share a folder, even concurrently: one makes a file, the others wait for it. A file appears under its name once it is
-complete, and is then kept; rerunning a killed call redoes only the others.
+The folder gets `tokenizer.json`, and for each split `NAME.bin` with its sidecar, or `NAME-00000-of-00064.bin` and so
+on, one for each group of input files. Calls with the same tokenizer can share a folder, even concurrently: one makes a
+file, the others wait for it. A file appears under its name once it is complete, and is then kept; rerunning a killed
+call redoes only the others.
 """
 
 import dataclasses
 import functools
 import hashlib
+import multiprocessing
+import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 import numpy as np
 
-from orthojax.config import from_dict, require
 from orthojax.data.sources import Document, Source, embedded_corpus, find_tfds, open_tfds, text_corpus
+from orthojax.data.token_files import FORMAT_VERSION, TokenFile, open_token_file, write_token_file
 from orthojax.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_identity
 from orthojax.errors import UserError
-from orthojax.files import (
-    make_folder,
-    one_writer,
-    read_with_digest,
-    require_file,
-    write_atomically,
-    write_text,
-    write_with_digest,
-)
+from orthojax.files import make_folder, one_writer, write_text
 
-FORMAT_VERSION = 2
-_ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
 _BPE_SAMPLE_BYTES = 1 << 26  # on disk; a BPE is trained on a part of a larger source
 _TEXTS_FOR_THE_RULE = 4096
 _PASSAGE_LENGTHS = (40, 110)  # characters of a passage, uniform
@@ -43,91 +37,6 @@ _BATCH_CHARACTERS = 1 << 20  # text tokenised at once, which bounds memory and p
 _LONGEST_TEXT = 1 << 22  # characters; a longer document is tokenised in pieces
 
 Progress = Callable[..., Any]  # (what is being done, bytes of the source done, bytes in total, tokens so far)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenFileInfo:
-    """The sidecar of a token file."""
-
-    format_version: int
-    dtype: Literal["uint16", "uint32"]  # `uint16` if every id fits, else `uint32`; little-endian
-    n_tokens: int  # end-of-text ids included
-    n_bytes: int  # of the text in UTF-8; n_bytes / n_tokens turns nats per token into bits per byte
-    n_documents: int
-    vocab_size: int  # one more than the largest possible id
-    bos_id: int
-    eos_id: int  # follows every document
-    tokenizer: str  # its name
-    tokenizer_sha256: str  # of its file
-    source: str  # what was tokenised
-    source_sha256: str  # of the corpus
-    file_count: int  # of the corpus
-    split: str  # `train`, `validation` or any other name
-    data_sha256: str  # of the .bin file
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenFile:
-    """An open token file."""
-
-    path: Path  # the .bin file
-    info: TokenFileInfo
-    tokens: np.ndarray  # uint16 or uint32 [n_tokens], a read-only memory map
-
-
-def write_token_file(path: Path, created_from: dict[str, Any], batches: Iterable[tuple[np.ndarray, int, int]]) -> None:
-    """Writes a token file and its sidecar; the .bin file appears when both are complete.
-
-    A batch has the ids of some documents, each with its end-of-text id; the number of documents; and the bytes of their
-    texts in UTF-8. `created_from` has the other fields of the sidecar, which do not depend on the contents.
-    """
-    dtype = np.dtype(created_from["dtype"]).newbyteorder("<")
-
-    def write(file: IO[bytes]) -> None:
-        digest, n_tokens, n_documents, n_bytes = hashlib.sha256(), 0, 0, 0
-        for ids, documents, size in batches:
-            data = ids.astype(dtype).tobytes()
-            file.write(data)
-            digest.update(data)
-            n_tokens, n_documents, n_bytes = n_tokens + len(ids), n_documents + documents, n_bytes + size
-        if not n_tokens:
-            problem = f"no text for the token file {path.name} in {created_from['source']}"
-            raise UserError(problem, allowed="at least one document")
-        counted: dict[str, Any] = {"n_tokens": n_tokens, "n_documents": n_documents, "n_bytes": n_bytes}
-        info = TokenFileInfo(**created_from | counted, data_sha256=digest.hexdigest())
-        write_with_digest(sidecar_path(path), dataclasses.asdict(info))
-
-    write_atomically(path, write)
-
-
-def sidecar_path(path: str | Path) -> Path:
-    """Returns the sidecar of a token file: the same name with .json."""
-    return Path(path).with_suffix(".json")
-
-
-def open_token_file(path: str | Path, *, verify: bool = False) -> TokenFile:
-    """Opens a token file, after checking that it is what its sidecar describes.
-
-    Up to 256 MB or with `verify`, the sha256 is compared, which reads the whole file; otherwise only the size.
-
-    Raises:
-      UserError: If the file or its sidecar is missing or damaged, or they do not belong together.
-    """
-    path = Path(path)
-    again = f"rebuild it with orthojax prepare or, if {path.parent} is a cache, delete that folder"
-    require_file(path, "token file")
-    try:
-        info = from_dict(TokenFileInfo, read_with_digest(sidecar_path(path), "sidecar"), str(sidecar_path(path)))
-        require(info.format_version == FORMAT_VERSION, f"its sidecar is of format {info.format_version}")
-        size, expected = path.stat().st_size, info.n_tokens * np.dtype(info.dtype).itemsize
-        require(size == expected, f"it has {size} bytes, its sidecar says {expected}")
-        if verify or size <= _ALWAYS_COMPARED_BYTES:
-            with path.open("rb") as file:
-                same = hashlib.file_digest(file, "sha256").hexdigest() == info.data_sha256
-            require(same, "it does not have the sha256 of its sidecar: it was changed")
-    except UserError as error:
-        raise UserError(f"token file {path}: {str(error).splitlines()[0]}", hint=again) from None
-    return TokenFile(path, info, np.memmap(path, np.dtype(info.dtype).newbyteorder("<"), "r"))
 
 
 # The part of a document that belongs to `train` or `validation`: (split, document) -> text, '' if none does.
@@ -158,7 +67,11 @@ def hold_out_by_text(documents: Iterable[Document]) -> HoldOut:
     if len(numbers) < 20:
         return _hold_out_ends
     limit = sorted(numbers)[len(numbers) // 10 - 1]
-    return lambda split, document: document.text if (_number(document.text) <= limit) == (split == "validation") else ""
+    return functools.partial(_hold_out_below, limit)
+
+
+def _hold_out_below(limit: int, split: str, document: Document) -> str:
+    return document.text if (_number(document.text) <= limit) == (split == "validation") else ""
 
 
 def _hold_out_ends(split: str, document: Document) -> str:
@@ -225,7 +138,14 @@ def tfds_parts(data_dir: Path, dataset: str, splits: Sequence[str], feature: str
 
 
 def prepare(
-    folder: Path, parts: Sequence[Part], tokenizer: str, *, progress: Progress | None = None
+    folder: Path,
+    parts: Sequence[Part],
+    tokenizer: str,
+    *,
+    shards: int = 1,
+    share: tuple[int, int] = (0, 1),
+    workers: int = 1,
+    progress: Progress | None = None,
 ) -> list[TokenFile]:
     """Writes the token files of some splits; those that are complete are kept.
 
@@ -234,7 +154,15 @@ def prepare(
       parts: The splits, each with its own name. A BPE that does not exist yet is trained on the first.
       tokenizer: As for `make_tokenizer`. To bound memory, a document of more than 4 million characters is tokenised in
         pieces that end with a line; only there may its ids differ from those of the whole.
-      progress: Called before a BPE is trained, and after every batch.
+      shards: Token files of each split, each of neighbouring input files, which together have the tokens that one file
+        would have. They are called NAME-00000-of-00064.bin and so on; 1 is NAME.bin.
+      share: (i, n): only the i-th of every n token files, as on one of n machines that share the folder.
+      workers: Processes that read and tokenise, each one token file at a time. With several, the main module of a
+        script must be importable, as for `multiprocessing`.
+      progress: Called before a BPE is trained, and after every batch, or with several workers after every file.
+
+    Returns:
+      The files of this share.
 
     Raises:
       UserError: For anything wrong with the text, the tokenizer or the folder; if a file was created from something
@@ -244,13 +172,78 @@ def prepare(
         if name == "tokenizer" or not re.fullmatch(r"\w[\w.+-]*", name) or names.count(name) > 1:
             problem = f"{name!r} is not the name of a token file, or is that of two"
             raise UserError(problem, allowed="--name=NAME, such as train, for one split")
+    if shards > (least := min(len(part.source.files) for part in parts)):
+        problem = f"{shards} token files of {least} input files"
+        raise UserError(problem, allowed=f"1 to {least}, or more and smaller input files")
     make_folder(folder, "the folder of token files")
     made = _shared_tokenizer(folder / "tokenizer.json", tokenizer, parts[0], progress)
-    return [_token_file(folder / f"{part.name}.bin", part, made, progress or (lambda *_: None)) for part in parts]
+    jobs: list[tuple[Part, Path]] = []
+    for part in parts:
+        for i in range(share[0], shards, share[1]):
+            name = part.name if shards == 1 else f"{part.name}-{i:05}-of-{shards:05}"
+            group = dataclasses.replace(part, source=part.source.group(i, shards))
+            jobs.append((group, folder / f"{name}.bin"))
+    report = _of_all(jobs, progress or (lambda *_: None))
+    if min(workers, len(jobs)) > 1:
+        _make_in_processes(jobs, made, workers, report)
+        return [open_token_file(path) for _, path in jobs]
+    return [_token_file(path, part, made, functools.partial(report, part, path)) for part, path in jobs]
 
 
-def _token_file(path: Path, part: Part, tokenizer: Tokenizer, report: Progress) -> TokenFile:
-    """Returns the token file of a part: the existing one, or a new one."""
+_Report = Callable[[Part, Path, int, int], None]  # of a part and one of its files: bytes and tokens done
+
+
+def _of_all(jobs: Sequence[tuple[Part, Path]], progress: Progress) -> _Report:
+    """Returns a report that adds up the files of each part."""
+    done: dict[str, dict[Path, tuple[int, int]]] = {part.name: {} for part, _ in jobs}
+    totals = {name: sum(part.source.n_bytes for part, _ in jobs if part.name == name) for name in done}
+
+    def report(part: Part, path: Path, n_bytes: int, tokens: int) -> None:
+        done[part.name][path] = n_bytes, tokens
+        all_bytes, all_tokens = map(sum, zip(*done[part.name].values(), strict=True))
+        progress(part.name, all_bytes, totals[part.name], all_tokens)
+
+    return report
+
+
+def _make_in_processes(jobs: Sequence[tuple[Part, Path]], tokenizer: Tokenizer, workers: int, report: _Report) -> None:
+    """Makes token files in processes that end with this one, whatever ends it."""
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(min(workers, len(jobs)), multiprocessing.get_context("spawn"), _start_worker)
+    try:
+        futures = {pool.submit(_count_of, path, part, tokenizer): (part, path) for part, path in jobs}
+        for future in as_completed(futures):
+            tokens, (part, path) = future.result(), futures[future]
+            report(part, path, part.source.n_bytes, tokens)
+        pool.shutdown()
+    except BrokenProcessPool:
+        hint = "complete files are kept: run the same command again, with fewer --workers if memory was short"
+        raise UserError("a process that made token files was ended from outside", hint=hint) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends these
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
+    parent: Any = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()  # returns when it is gone, even by kill -9
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _count_of(path: Path, part: Part, tokenizer: Tokenizer) -> int:
+    return _token_file(path, part, tokenizer, lambda *_: None).info.n_tokens
+
+
+def _token_file(path: Path, part: Part, tokenizer: Tokenizer, report: Callable[[int, int], None]) -> TokenFile:
+    """Returns the token file of a part, or of a group of its files: the existing one, or a new one."""
     created_from = {
         "format_version": FORMAT_VERSION,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
@@ -266,24 +259,27 @@ def _token_file(path: Path, part: Part, tokenizer: Tokenizer, report: Progress) 
     }
     with one_writer(path):  # else two of other sources would each leave one file
         if not path.exists():
-            write_token_file(path, created_from, _tokenised(part, tokenizer, report))
+            batches = _tokenised(part, tokenizer, report)
+            write_token_file(path, created_from, batches, may_be_empty=path.stem != part.name)
     file = open_token_file(path)
     for name, value in created_from.items():
         if (before := getattr(file.info, name)) != value:
             problem = f"{path} was created with a different {name}: {before!r}, not {value!r}"
             raise UserError(problem, allowed="the same command, or another --output")
+    report(part.source.n_bytes, file.info.n_tokens)
     return file
 
 
-def _tokenised(part: Part, tokenizer: Tokenizer, report: Progress) -> Iterator[tuple[np.ndarray, int, int]]:
+def _tokenised(
+    part: Part, tokenizer: Tokenizer, report: Callable[[int, int], None]
+) -> Iterator[tuple[np.ndarray, int, int]]:
     """Yields the batches of `write_token_file`."""
-    total, tokens = part.source.n_bytes, 0
+    tokens = 0
     for texts, done in _batches(part):
         ids = _encode(tokenizer, texts)
         yield ids, len(texts), sum(len(text.encode()) for text in texts)
         tokens += len(ids)
-        report(part.name, min(done, total - 1), total, tokens)
-    report(part.name, total, total, tokens)
+        report(min(done, part.source.n_bytes - 1), tokens)
 
 
 def _batches(part: Part) -> Iterator[tuple[list[str], int]]:

@@ -52,6 +52,7 @@ class Piece(NamedTuple):
 
     read: Callable[[], Iterator[tuple[Document, int]]]  # its documents, and how many of its bytes are read after each
     n_bytes: int  # on disk
+    line: Callable[[], str]  # that identifies it; of text files, what `sha256sum` prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +60,19 @@ class Source:
     """Documents in a fixed order."""
 
     description: str  # for reports
-    sha256: str  # identity; of text files, the sha256 of the listing that `sha256sum` prints for them
     files: tuple[Piece, ...]
+    identity: bytes = b""  # what the lines of the files do not say
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The identity; of text files, the sha256 of the listing that `sha256sum` prints for them, which reads all."""
+        lines = (piece.line().encode("utf-8", "surrogateescape") for piece in self.files)
+        return hashlib.sha256(self.identity + b"".join(lines)).hexdigest()
+
+    def group(self, i: int, n: int) -> "Source":
+        """Returns the i-th of n groups of neighbouring files."""
+        first, last = (len(self.files) * k // n for k in (i, i + 1))
+        return dataclasses.replace(self, files=self.files[first:last])
 
     @property
     def n_bytes(self) -> int:
@@ -155,15 +167,17 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[str, Path]
 
 
 def _of_files(description: str, files: Sequence[tuple[str, Path]]) -> Source:
-    digest, pieces = hashlib.sha256(), []
+    pieces = []
     for name, path in files:
-        with open(path, "rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{content}  {name}\n".encode("utf-8", "surrogateescape"))
         own = path.suffix not in (*_TABLES, *_COMPRESSED) or (path.suffix == ".gz" and _format(path) != ".json")
         read = functools.partial(_read, name, path) if own else functools.partial(_stream, name, str(path))
-        pieces.append(Piece(read, path.stat().st_size))
-    return Source(description, digest.hexdigest(), tuple(pieces))
+        pieces.append(Piece(read, path.stat().st_size, functools.partial(_checksum_line, name, path)))
+    return Source(description, tuple(pieces))
+
+
+def _checksum_line(name: str, path: Path) -> str:
+    with open(path, "rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
 
 
 def _of_addresses(addresses: Sequence[str]) -> Source:
@@ -171,22 +185,22 @@ def _of_addresses(addresses: Sequence[str]) -> Source:
     _hugging_face(addresses[0])
     import fsspec  # type: ignore[import-not-found]  # which `datasets` brings
 
-    digest, pieces, names = hashlib.sha256(), [], []
+    pieces, names = [], []
     for address in addresses:
         try:
             system, path = fsspec.core.url_to_fs(address)
             stored = sorted(system.glob(path) if glob.has_magic(path) else system.find(path))
             for file in (file for file in stored if _format(PurePosixPath(file)) in _FORMATS):
                 name, size = system.unstrip_protocol(file), int(system.info(file)["size"])
-                digest.update(f"{name} {size} {system.ukey(file)}\n".encode())
-                pieces.append(Piece(functools.partial(_stream, PurePosixPath(name).name, name), size))
+                line = functools.partial(str, f"{name} {size} {system.ukey(file)}\n")
+                pieces.append(Piece(functools.partial(_stream, PurePosixPath(name).name, name), size, line))
                 names.append(name)
         except Exception as error:  # every file system has errors of its own
             raise _unreadable(address, error) from None
     if not pieces:
         allowed = f"files that end in {', '.join(_FORMATS)}"
         raise UserError(f"{_listed(addresses, addresses)} matches no files", allowed=allowed)
-    return Source(_listed(names, names), digest.hexdigest(), tuple(pieces))
+    return Source(_listed(names, names), tuple(pieces))
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[Document, int]]:
@@ -314,16 +328,17 @@ def open_tfds(folder: Path, split: str, feature: str = "text") -> Source:
         problem = f"split {split!r} of {folder}: {str(error).splitlines()[0]}"
         allowed = f"{' | '.join(splits)}, or a slice such as train[:10%]"
         raise UserError(problem, allowed=allowed, hint=nearest(split, splits)) from None
-    digest = hashlib.sha256(repr((info.SerializeToString(deterministic=True), split, feature)).encode())
+    identity = repr((info.SerializeToString(deterministic=True), split, feature)).encode()
     pieces = []
     for file in instructions:
         path = Path(file.filename)
         require_file(path, f"file of {split!r}")
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        line = functools.partial(str, f"{path.name} {path.stat().st_size}\n")
         n_bytes = path.stat().st_size * file.take // file.examples_in_shard
-        pieces.append(Piece(functools.partial(_read_examples, readers[file_format], file, n_bytes, feature), n_bytes))
+        read = functools.partial(_read_examples, readers[file_format], file, n_bytes, feature)
+        pieces.append(Piece(read, n_bytes, line))
     described = f"{info.name}{info.config_name and '/' + info.config_name}:{info.version} {split}"
-    return Source(described, digest.hexdigest(), tuple(pieces))
+    return Source(described, tuple(pieces), identity)
 
 
 def _read_examples(

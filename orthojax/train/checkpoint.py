@@ -7,6 +7,7 @@ silently. They are committed together, by one rename, in the background.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -26,9 +27,10 @@ from orbax.checkpoint import checkpoint_managers
 
 from orthojax.config import Config, from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.files import make_folder, read_json, write_text
+from orthojax.files import is_remote, make_folder, read_json
 from orthojax.model import parameter_shapes
 from orthojax.places import steps_in
+from orthojax.train.mesh import parameter_shardings
 from orthojax.train.step import TrainState
 
 ARRAYS = ("params", "opt_state")  # the items of arrays
@@ -50,6 +52,10 @@ class DamagedError(UserError):
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _absolute(path: Any) -> Any:
+    return path if is_remote(path) else path.absolute()
 
 
 def read_json_item(step_folder: Path, item: str) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def _read_shapes(step_folder: Path, item: str) -> Any:
     """Returns shapes and dtypes of an item, as a nested dict; lists and tuples as dicts by index."""
     try:
         # A Checkpointer would warn twice of a file that Orbax writes for the step, not for its items.
-        tree = ocp.StandardCheckpointHandler().metadata(step_folder.absolute() / item).tree  # pyright: ignore
+        tree = ocp.StandardCheckpointHandler().metadata(_absolute(step_folder) / item).tree  # pyright: ignore
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     except Exception as error:
         raise DamagedError(step_folder, f"{item}: {_first_line(error)}") from error
@@ -102,7 +108,7 @@ def _restore_item(step_folder: Path, item: str, like: Any) -> Any:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     try:
-        return handler.restore(step_folder.absolute() / item, args=ocp.args.StandardRestore(abstract))  # pyright: ignore
+        return handler.restore(_absolute(step_folder) / item, args=ocp.args.StandardRestore(abstract))  # pyright: ignore
     except ValueError as error:
         problem = f"the checkpoint {step_folder} has a different structure: {item}: {_first_line(error)}"
         raise UserError(problem, allowed="a checkpoint of the same model and optimizer") from error
@@ -114,12 +120,19 @@ def _read_item(step_folder: Path, item: str, shapes: Any) -> Any:
     return _restore_item(step_folder, item, jax.tree.map(lambda leaf: leaf.update(sharding=here), shapes))
 
 
-def read_params(step_folder: Path) -> Any:
+def read_params(step_folder: Path, mesh: jax.sharding.Mesh | None = None) -> Any:
     """Returns only the parameters, as a nested dict of float32 arrays on the first device of this process.
 
-    Raises UserError if they are missing, damaged, or not those of the model in the checkpoint's config.
+    Given the mesh of a run, they are sharded over it, and every process calls this and reads only its part. Raises
+    UserError if they are missing, damaged, or not those of the model in the checkpoint's config.
     """
-    return _read_item(step_folder, "params", parameter_shapes(read_config(step_folder).model))
+    model = read_config(step_folder).model
+    if mesh is None:
+        return _read_item(step_folder, "params", parameter_shapes(model))
+    _verify_together(step_folder, ("params",))
+    shapes = parameter_shapes(model)
+    shardings = parameter_shardings(model, shapes, mesh)
+    return _restore_item(step_folder, "params", jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings))
 
 
 def read_optimizer_state(step_folder: Path) -> Any:
@@ -131,7 +144,7 @@ def read_optimizer_state(step_folder: Path) -> Any:
     return _read_item(step_folder, "opt_state", _read_shapes(step_folder, "opt_state"))
 
 
-def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _digests(folder: Any, names: Sequence[str]) -> dict[str, str]:
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -158,11 +171,11 @@ def _verify(step_folder: Path, items: tuple[str, ...], share: slice = slice(None
             raise DamagedError(step_folder, f"{name} {problem}")
 
 
-def _verify_together(step_folder: Path) -> None:
-    """Compares everything with its checksums, a share in each process; either all return or all raise."""
+def _verify_together(step_folder: Path, items: tuple[str, ...] = ARRAYS) -> None:
+    """Compares items with their checksums, a share in each process; either all return or all raise."""
     failure = None
     try:
-        _verify(step_folder, ARRAYS, slice(jax.process_index(), None, jax.process_count()))
+        _verify(step_folder, items, slice(jax.process_index(), None, jax.process_count()))
     except DamagedError as error:
         failure = error
     if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.asarray(failure is not None))):
@@ -182,7 +195,10 @@ def verify_checkpoint(step_folder: Path) -> int:
 
 
 class _ManifestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of all other items into the item `checksums` when Orbax finalises it."""
+    """Writes the digests of all other items into the item `checksums`.
+
+    Every process hashes what it has written itself, before Orbax makes the whole of it; process 0 hashes the rest.
+    """
 
     @classmethod
     def typestr(cls) -> str:
@@ -191,18 +207,59 @@ class _ManifestHandler(ocp.JsonCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         """Hashes the files; Orbax calls it on process 0, after every process has written and before the renaming."""
-        folder = Path(directory)
-        paths = [path for item in (*ARRAYS, *_JSON_ITEMS) for path in (folder.parent / item).rglob("*")]
-        files = sorted(path for path in paths if path.is_file() and path.name != "commit_success.txt")
-        digests = _digests(folder.parent, [path.relative_to(folder.parent).as_posix() for path in files])
-        write_text(folder / "metadata", json.dumps({"algorithm": "sha256", "files": digests}))
+        digests = dict[str, str]()
+        parts = [(kind, part) for kind in ARRAYS for part in (directory.parent / kind).glob("process_*.json")]
+        for kind, part in parts:
+            digests |= {f"{kind}/{name}": digest for name, digest in read_json(part, "digests").items()}
+            part.unlink()
+        names = [name for item in (*ARRAYS, *_JSON_ITEMS) for name in _files_in(directory.parent, item)]
+        digests |= _digests(directory.parent, [name for name in names if name not in digests])
+        manifest = {"algorithm": "sha256", "files": {name: digests[name] for name in names}}
+        (directory / "metadata").write_text(json.dumps(manifest))
+
+
+class _HashingHandler(ocp.StandardCheckpointHandler):
+    """Hashes what this process has written of an item of arrays, once it is written."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Names Orbax's own, which readers without orthojax know."""
+        return ocp.StandardCheckpointHandler.typestr()
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds to the futures, which Orbax awaits one after the other, one that hashes."""
+        saves = await super().async_save(directory, *args, **kwargs)
+        return [*(saves or ()), _OwnDigests(directory)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnDigests:
+    """A future of Orbax: the digests of this process's files of an item, in a file for process 0."""
+
+    item: Any  # Orbax's path, which may be on an object store
+
+    def result(self, timeout: float | None = None) -> None:
+        own = f"process_{jax.process_index()}"
+        if jax.process_count() > 1:
+            digests = _digests(self.item, _files_in(self.item, f"ocdbt.{own}"))
+            (self.item / f"{own}.json").write_text(json.dumps(digests))
+
+    def cancel(self) -> None:
+        pass
+
+
+def _files_in(folder: Any, item: str) -> list[str]:
+    """Returns the names of the files of an item, sorted; the paths of etils have no `rglob` on a store."""
+    inside = sorted(path.name for path in (folder / item).iterdir()) if (folder / item).is_dir() else ()
+    parts = [(f"{item}/{name}", (folder / item / name).is_dir()) for name in inside if name != "commit_success.txt"]
+    return [file for name, is_folder in parts for file in (_files_in(folder, name) if is_folder else [name])]
 
 
 def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Returns the items of a step in the order in which Orbax finalises them: arrays are merged, then all is hashed."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item in ARRAYS:
-        registry.add(item, ocp.args.StandardSave, ocp.StandardCheckpointHandler())
+        registry.add(item, ocp.args.StandardSave, _HashingHandler())
     for item in _JSON_ITEMS:
         registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     registry.add("checksums", ocp.args.JsonSave, _ManifestHandler())
@@ -231,7 +288,7 @@ class Checkpoints:
 
         The newest `keep` steps are kept, and multiples of `keep_every_steps` unless that is 0.
         """
-        self.directory = directory.absolute()
+        self.directory = _absolute(directory)
         make_folder(self.directory, "checkpoints folder")
         policies: list[Any] = [checkpoint_managers.LatestN(keep)]
         if keep_every_steps:

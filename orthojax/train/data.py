@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
-    held_out: np.ndarray | None = None  # the validation split, which contains `evaluation`; None for a task
+    held_out: Any = None  # the validation split, which contains `evaluation`; None for a task
     tokenizer_path: Path | None = None  # the tokenizer's file, if there is one
     special_ids: tuple[int, ...] = ()  # whose positions evaluation keeps separate, if asked for
 
@@ -78,7 +78,8 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
             allowed=f"at most {validation.n_rows}, or more text",
             hint=f"--config.eval.sequences={validation.n_rows}",
         )
-    bits_per_nat = len(dataset.validation) / dataset.validation_bytes / math.log(2)
+    n_bytes = dataset.validation_bytes
+    bits_per_nat = len(dataset.validation) / n_bytes / math.log(2) if n_bytes else None
     rows = validation.spread_rows(evaluation.sequences)
     held_out, tokenizer = dataset.validation, dataset.tokenizer_path
     plain = Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows, held_out, tokenizer)

@@ -4,13 +4,24 @@ Stopping one process: the first SIGTERM or SIGINT saves the state after the runn
 Several processes must all save at the same step, and only some may get the signal. JAX's coordination service takes
 SIGTERM, which schedulers send as the notice of a preemption, on any process, and lets all processes agree on a step
 that none has passed. So SIGTERM is left to the service, and SIGINT is passed on to it as SIGTERM.
+
+A process that is left alone ends with three lines and the exit status 75, with which a scheduler may start all again.
+It learns that from a collective that fails, or from JAX, whose service expects heartbeats from all, and which would
+abort the process with a dump of its stacks.
 """
 
+import atexit
 import contextlib
+import ctypes
+import faulthandler
 import json
 import os
 import re
+import select
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -18,9 +29,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from orthojax.errors import UserError
+from orthojax.errors import Interrupted, UserError
 
 T = TypeVar("T")
+LOST = 75  # EX_TEMPFAIL of sysexits.h
+_LOST_WORDS = re.compile(rb"oordination|distributed service|Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|onnection")
+_FAIL_TOGETHER_MS = 5000  # what others may need to fail for the same reason
+_kept: list[Any] = []  # the handler that C calls
 
 
 def initialize(
@@ -33,7 +48,7 @@ def initialize(
     """Joins the processes of a run; call it before anything else in JAX.
 
     Without arguments it asks the cluster (Slurm, Open MPI, GKE, Cloud TPU). A process whose heartbeat stops ends all
-    others, and JAX prints its number. When restarted, they resume from the last checkpoint. If the others do not
+    others with the exit status `LOST`. When restarted, they resume from the last checkpoint. If the others do not
     connect within five minutes, JAX ends this one with exit code 134. Raises UserError if only some of the three are
     given, they do not fit, or no cluster is found.
     """
@@ -58,6 +73,86 @@ def initialize(
             allowed="a cluster that jax.distributed knows: Slurm, Open MPI, GKE, Cloud TPU",
             hint="elsewhere --coordinator_address=HOST:PORT --num_processes=N --process_id=I",
         ) from error
+    if jax.process_count() > 1:
+        _report_aborts()
+
+
+def _end_lost(stderr: int, said: bytes) -> None:
+    """Ends this process; `said` is what JAX said, of which the first line with a reason is shown."""
+    reason = next((line for line in said.splitlines() if _LOST_WORDS.search(line)), b"").strip()[-200:]
+    hint = b"the newest checkpoint is kept, and the same command in every process resumes from it"
+    lines = (b"error: another process of this run died or hangs", reason, hint + b" (exit status 75)")
+    os.write(stderr, b"\n  ".join(lines) + b"\n")
+    os._exit(LOST)
+
+
+def _report_aborts() -> None:
+    """Makes JAX's abort, once another process is gone, three lines and the exit status `LOST`.
+
+    What libraries write to file descriptor 2 is held back for a second, so that it can be left out then.
+    """
+    reader, writer = os.pipe()
+    stderr, held, c = os.dup(2), bytearray(), ctypes.CDLL(None)
+    sys.stderr = os.fdopen(os.dup(2), "w", 1, errors="backslashreplace")
+    os.dup2(writer, 2)
+
+    def collect() -> None:
+        while select.select([reader], [], [], 0)[0]:
+            held.extend(os.read(reader, 1 << 16))
+
+    def forward() -> None:
+        collect()
+        os.write(stderr, held)
+        held.clear()
+
+    def follow() -> None:
+        while select.select([reader], [], []):
+            time.sleep(1)
+            forward()
+
+    def aborted(_: int) -> None:
+        collect()
+        if _LOST_WORDS.search(held):
+            _end_lost(stderr, bytes(held))
+        os.write(stderr, held)
+        c.signal(signal.SIGABRT, None)  # the default
+
+    faulthandler.enable(sys.stderr)  # absl has enabled it for the descriptor 2
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)  # Python's own would wait for the main thread
+    _kept.append(handler)
+    c.signal(signal.SIGABRT, handler)
+    atexit.register(forward)
+    threading.Thread(target=follow, daemon=True).start()
+
+
+@contextlib.contextmanager
+def failing_alone() -> Iterator[None]:
+    """Lets a process that fails end at once, unless all do: at its end JAX would wait for the others.
+
+    A failed collective becomes three lines and the exit status `LOST`.
+    """
+    try:
+        yield
+    except Interrupted:  # all stop at the same step
+        raise
+    except BaseException as error:
+        from jax._src.distributed import global_state
+
+        client: Any = global_state.client
+        if client is None:
+            raise
+        said = " ".join(f"\n{e}" for e in (error, error.__cause__, error.__context__)).encode()
+        # The exceptions of a failed collective have several types; their texts begin with a status.
+        if re.search(rb"\n[A-Z_]+: ", said) and _LOST_WORDS.search(said) and b"RESOURCE_EXHAUSTED" not in said:
+            _end_lost(sys.stderr.fileno(), said)
+        try:
+            client.wait_at_barrier("failed", _FAIL_TOGETHER_MS)
+        except Exception:
+            status: Any = error.code if isinstance(error, SystemExit) else 2
+            known = isinstance(error, SystemExit | UserError | OSError)
+            atexit.register(os._exit, status if known else 130 if isinstance(error, KeyboardInterrupt) else 1)
+            atexit.register(sys.stdout.flush)  # runs first; both before what JAX has registered, and after the message
+        raise
 
 
 def is_primary() -> bool:

@@ -397,7 +397,9 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     parameters after it; 0 is the start) to statistics, which stay on the device so that it does not wait for the host.
     """
     train, model = config.train, Transformer(config.model)
-    n, wanted = len(inputs.evaluation), min(len(inputs.evaluation), train.probe_sequences)
+    shares = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    n, wanted = len(inputs.evaluation), -(-train.probe_sequences // shares) * shares
+    wanted = wanted if wanted <= n else max(n // shares * shares, min(n, train.probe_sequences))
     rows = inputs.evaluation[[i * n // wanted for i in range(wanted)]]
     batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:

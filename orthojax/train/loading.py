@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from orthojax.config import Config, DataConfig, ModelConfig, changed_fields, fla
 from orthojax.data import load_tokenizer, make_tokenizer
 from orthojax.data.tokenizers import Tokenizer
 from orthojax.errors import NonFiniteError, UserError
-from orthojax.files import say_once
-from orthojax.model import LoadedModel, Transformer, stack_layers, unstack_layers
+from orthojax.files import is_remote, say_once
+from orthojax.model import LoadedModel, Transformer, mesh_of, stack_layers, unstack_layers
 from orthojax.places import find_place, is_pretrained
 from orthojax.pretrained import (
     begins_with_bos,
@@ -28,6 +29,7 @@ from orthojax.pretrained import (
     read_gguf_config,
     with_declared_tokens,
 )
+from orthojax.stores import fetched
 from orthojax.train.checkpoint import read_config, read_json_item, read_params
 
 _Read = TypeVar("_Read")
@@ -134,7 +136,8 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
     if config.data.kind == "bigram_backcopy":
         return None
     sha256, spec = read_json_item(folder, "data").get("tokenizer_sha256"), config.data.tokenizer
-    kept = [path for parent in folder.parents[:2] if (path := parent / "tokenizer.json").is_file()]
+    kept = [path for parent in list(folder.parents)[:2] if (path := parent / "tokenizer.json").is_file()]
+    kept = [fetched(path, Path(tempfile.mkdtemp())) if is_remote(path) else path for path in kept]
     makes = [functools.partial(load_tokenizer, path, spec) for path in kept]
     if not spec.startswith("bpe:"):
         makes.append(functools.partial(make_tokenizer, spec, ()))
@@ -147,7 +150,9 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
     return None
 
 
-def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False) -> Any:
+def load_params(
+    path: str | Path, model: ModelConfig, *, allow_normalizer_change: bool = False, like: Any = None
+) -> Any:
     """Returns the parameters of a checkpoint, for a model that is built from another config.
 
     The right shapes are not enough: a softmax model run with softmax-1, or with another activation, silently computes
@@ -158,9 +163,11 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
       model: The model that uses the parameters; layers are stacked or unstacked for it.
       allow_normalizer_change: Let the normalizer differ, as for fine-tuning a softmax model with softmax-1. Learned
         sink logits then begin at `model.sink_init`.
+      like: Shardings of the parameters over the mesh of a run: every process calls this, and reads only its part of a
+        checkpoint (of a published model, everything).
 
     Returns:
-      A nested dict of float32 arrays on the first device.
+      A nested dict of float32 arrays on the first device, or as `like`.
 
     Raises:
       UserError: If there is no checkpoint, it is damaged, or its model differs; the error names the fields.
@@ -169,14 +176,20 @@ def load_params(path: str | Path, model: ModelConfig, *, allow_normalizer_change
     def read(folder: Path) -> tuple[ModelConfig, Any]:
         saved = _read_config(folder).model
         _require_same_function(folder, saved, model, allow_normalizer_change)
-        return saved, _read_published(folder) if is_pretrained(folder) else read_params(folder)
+        return saved, _read_published(folder) if is_pretrained(folder) else read_params(folder, mesh)
 
+    def fit(params: Any) -> Any:
+        if saved.scan_layers != model.scan_layers:
+            params = stack_layers(params) if model.scan_layers else unstack_layers(params)
+        if model.normalizer == "learned_sink" != saved.normalizer:
+            _add_sinks(params, model)
+        return params
+
+    mesh = jax.tree.leaves(like)[0].mesh if like is not None else None
     saved, params = _read_newest(path, read)
-    if saved.scan_layers != model.scan_layers:
-        params = stack_layers(params) if model.scan_layers else unstack_layers(params)
-    if model.normalizer == "learned_sink" != saved.normalizer:
-        _add_sinks(params, model)
-    return params
+    if mesh_of(params) is None:
+        return fit(params) if like is None else jax.device_put(jax.tree.map(np.asarray, fit(params)), like)
+    return jax.jit(fit, out_shardings=like, donate_argnums=0)(params)
 
 
 def _add_sinks(params: Any, model: ModelConfig) -> None:
@@ -204,13 +217,14 @@ def _require_same_function(folder: Path, saved: ModelConfig, model: ModelConfig,
     )
 
 
-def initial_params(config: Config, provenance: dict[str, Any], path: str) -> Any:
-    """Returns the initial parameters of a run, from the folder or file behind `train.init_from`.
+def initial_params(config: Config, provenance: dict[str, Any], path: str, like: Any = None) -> Any:
+    """Returns the initial parameters of a run, from the folder or file behind `train.init_from`, sharded as `like`.
 
     Raises:
       UserError: As for `load_params`; also if token ids mean something else there than in the data of this provenance.
     """
-    params = load_params(path, config.model, allow_normalizer_change=config.train.allow_normalizer_change)
+    may_change = config.train.allow_normalizer_change
+    params = load_params(path, config.model, allow_normalizer_change=may_change, like=like)
     if is_pretrained(place := find_place(path)):
         saved = {"tokenizer_sha256": load_tokenizer(place).sha256}
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from orthojax.config import Config, to_json
 from orthojax.errors import Interrupted
@@ -104,8 +103,10 @@ def _initial_state(config: Config, inputs: Inputs, program: Program) -> TrainSta
     if not init_from:
         return state
     path = from_primary(lambda: str(find_model(init_from)[0]))  # the newest checkpoint may change while others look
-    params = jax.tree.map(np.asarray, initial_params(config, inputs.provenance, path))
-    return state._replace(params=jax.device_put(params, jax.tree.map(lambda x: x.sharding, state.params)))
+    like = program.shardings and program.shardings.params
+    shardings = jax.tree.map(lambda x: x.sharding, state.params)
+    jax.tree.map(lambda x: x.delete(), state.params)  # two sets of parameters may not fit in memory
+    return state._replace(params=jax.device_put(initial_params(config, inputs.provenance, path, like), shardings))
 
 
 def _is_validated(path: Path, step: int) -> bool:

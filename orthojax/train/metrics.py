@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import itertools
 import math
 import os
@@ -17,7 +18,7 @@ import jax
 from orthojax import analysis
 from orthojax.config import Config, flatten
 from orthojax.errors import NonFiniteError, UserError
-from orthojax.files import json_line, read_json_lines, write_text
+from orthojax.files import exists, is_remote, json_line, read_json_lines, write_text
 from orthojax.formatting import number
 from orthojax.ops.cross_entropy import perplexity
 from orthojax.train.estimates import entry, model_flops_per_token, model_flops_utilization
@@ -66,7 +67,7 @@ class MetricLog:
             lines = [line for line in read_metrics(path) if line["step"] <= step > 0]
             # Not in place: a kill in between would lose the lines of the steps that are not repeated.
             write_text(path, "".join(map(json_line, lines)))
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = _Uploaded(path) if is_remote(path) else path.open("a", encoding="utf-8", buffering=1)
             for mirror, line in itertools.product(mirrors, lines):
                 mirror.write(line)
 
@@ -153,6 +154,27 @@ class MetricLog:
         return line if mfu is None else line | {"mfu": round(mfu, 4)}
 
 
+class _Uploaded(io.StringIO):
+    """A text file on an object store, which cannot be appended to: written whole, every half minute and at the end."""
+
+    def __init__(self, path: Any):
+        super().__init__()
+        self._path, self._at, self.name = path, time.monotonic(), str(path)
+        super().write(path.read_text())
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if time.monotonic() - self._at > 30:
+            self._at = time.monotonic()
+            self._path.write_text(self.getvalue())
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._path.write_text(self.getvalue())
+        super().close()
+
+
 class Mirror(NamedTuple):
     """A library that shows the lines of metrics.jsonl."""
 
@@ -176,6 +198,9 @@ def open_mirrors(config: Config, workdir: Path) -> list[Mirror]:
     metrics.jsonl. WANDB_MODE=offline keeps it under the workdir, WANDB_PROJECT names the project.
     """
     mirrors = []
+    if is_remote(workdir) and (config.train.tensorboard or config.train.wandb):
+        problem = f"train.tensorboard and train.wandb keep files in the workdir, and {workdir} is not on this machine"
+        raise UserError(problem, allowed="a workdir on this machine, or neither of them")
     if config.train.tensorboard:
         mirrors.append(_tensorboard(_library("tensorboard", "tensorboardX"), workdir / "tensorboard"))
     if config.train.wandb:
@@ -222,7 +247,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises UserError if something other than a file is in its place.
     """
-    lines = read_json_lines(path, "metrics file") if os.path.lexists(path) else []
+    lines = read_json_lines(path, "metrics file") if exists(path) else []
     return [line for line in lines if isinstance(line.get("step"), int)]
 
 

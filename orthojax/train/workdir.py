@@ -7,7 +7,18 @@ from pathlib import Path
 
 from orthojax.config import Config, changed_fields, fields_affecting, flatten, from_dict, to_json
 from orthojax.errors import UserError
-from orthojax.files import folder_of_one, is_at, read_json, require_utf8, write_atomically, write_text
+from orthojax.files import (
+    exists,
+    folder_of_one,
+    is_at,
+    is_remote,
+    make_folder,
+    read_json,
+    require_utf8,
+    say_once,
+    write_atomically,
+    write_text,
+)
 
 
 def check_workdir(workdir: Path, config: Config) -> None:
@@ -16,8 +27,9 @@ def check_workdir(workdir: Path, config: Config) -> None:
     Raises UserError if the path, or a part of it, is not a folder or not UTF-8, or it already holds a run of another
     config.
     """
-    require_utf8(workdir, "workdir")
-    for path in (workdir, *workdir.parents):
+    if not is_remote(workdir):
+        require_utf8(workdir, "workdir")
+    for path in () if is_remote(workdir) else (workdir, *workdir.parents):
         if os.path.lexists(path) and not os.path.isdir(path):  # pathlib raises for names that are too long
             kind = "a file" if os.path.isfile(path) else "no folder"
             raise UserError(f"workdir {workdir}: {path} is {kind}", allowed="a folder, new or of an earlier call")
@@ -36,6 +48,12 @@ def claimed(workdir: Path, config: Config) -> Iterator[Callable[[], None]]:
     Raises:
       UserError: If another process has it or it cannot be written, or as for `check_workdir`.
     """
+    if is_remote(workdir):
+        say_once(f"{workdir} cannot be locked: start no second run there while this one trains")
+        make_folder(workdir, "workdir")
+        check_workdir(workdir, config)
+        yield lambda: None
+        return
     lock = workdir.absolute() / ".lock"
     with folder_of_one(workdir, "workdir") as file:
 
@@ -69,7 +87,7 @@ def keep_tokenizer(workdir: Path, path: Path | None) -> None:
 
 def _kept_config(workdir: Path) -> Config | None:
     path = workdir / "config.json"
-    if not os.path.lexists(path):
+    if not exists(path):
         return None
     return from_dict(Config, read_json(path, "config"), f"the config in {path}")
 
