@@ -119,7 +119,9 @@ def test_sentences_say_what_breaks_and_what_helps():
                    d_sink_nats=0.4, d_sink_nats_se=0.1)  # fmt: skip
     massive, fails, to_do = cards.findings(card(entry("w4a4", 4, 3.0), broken, entry("fp8_e4m3", 8, 0.001)))
     where = "channel 7 of '<s>' at position 0 after layer 1 has |x| = 400, 2,000 times the median (a Gaussian: 5.58)"
-    assert massive.says == f"Massive: {where}. 50% of the heads are sinks (30% on the first token)."
+    assert massive.says == (
+        f"Massive: {where}. 50% of the heads are sinks: over 30% of their weight is on the first token."
+    )
     costs = "adds 1 ± 0.02 nats to the loss (+172% perplexity); KL 1 ± 0.01, same likeliest token 50%"
     sink = "0.4 ± 0.1 of this goes with the first token in float (D_sink). 2 of 3 formats fail, also w4a4."
     assert fails.says == f"Fails: int8_coarse, {costs}; {sink}"

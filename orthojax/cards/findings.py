@@ -66,7 +66,8 @@ def _massive(card: Card) -> Finding:
 
 def _sinks(card: Card) -> str:
     rate = next((metric["value"] for metric in card["metrics"] if metric["name"] == "sink_rate"), None)
-    return "Sinks: not measured." if rate is None else f"{share(rate)} of the heads are sinks (30% on the first token)."
+    words = "of the heads are sinks: over 30% of their weight is on the first token"
+    return "Sinks: not measured." if rate is None else f"{share(rate)} {words}."
 
 
 def failing(card: Card) -> list[Card]:
