@@ -13,8 +13,10 @@ from orthojax.experiments.study import command
 from orthojax.report.page import markdown
 
 ROOT = Path(__file__).parents[1]
-NOT_JUDGED = {"analyze", "bidirectional", "damage", "haar", "parity", "remaining_outliers", "rotation_ablation",
-              "smollm2_quantised", "smollm2_safe"}  # fmt: skip  # no study: a command, and those whose code is gone
+# No study: a command, and those whose code is gone.
+NOT_JUDGED = {"analyze", "bidirectional", "damage", "haar", "kv_cache", "parity", "preventions_soap",
+              "preventions_tuning", "remaining_outliers", "rotation_ablation", "smollm2_quantised",
+              "smollm2_safe"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

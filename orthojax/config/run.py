@@ -53,7 +53,7 @@ class OptimConfig:
       optimizer: `adam` is AdamW if `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not specify it);
         `muon` updates vectors with Adam, and embeddings by `muon_embeddings`. Any other optimizer is given as
         `module:function`: a function of this config that returns an optax transformation without learning rate and
-        weight decay, such as `orthojax.experiments.ours.soap:soap`.
+        weight decay, such as `mine:soap`.
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam`, which is `adam` with this, always does.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
