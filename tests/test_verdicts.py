@@ -15,7 +15,7 @@ from orthojax.report.page import markdown
 ROOT = Path(__file__).parents[1]
 # No study: a command, and those whose code is gone.
 NOT_JUDGED = {"analyze", "bidirectional", "damage", "haar", "kv_cache", "parity", "preventions_soap",
-              "preventions_tuning", "remaining_outliers", "rotation_ablation", "smollm2_quantised",
+              "preventions_time", "preventions_tuning", "remaining_outliers", "rotation_ablation", "smollm2_quantised",
               "smollm2_safe"}  # fmt: skip
 
 

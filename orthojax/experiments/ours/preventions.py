@@ -88,12 +88,11 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-def _with_rate(changes: Mapping[str, Any], rate: float, steps: int = _BASE.train.steps) -> Config:
+def _with_rate(changes: Mapping[str, Any], rate: float) -> Config:
     """Returns a run at a rate, with the base's product of rate and weight decay, so that all forget equally fast."""
     optim = _BASE.optim
     decay = optim.weight_decay * optim.learning_rate / rate
-    more = {"optim.learning_rate": rate, "optim.weight_decay": decay, "train.steps": steps}
-    return replace(_BASE, {**changes, **more})
+    return replace(_BASE, {**changes, "optim.learning_rate": rate, "optim.weight_decay": decay})
 
 
 # Recipe -> its optimizer, and its other changes: those that one would choose, then parts and variants of them.
@@ -120,9 +119,9 @@ _PARTS: _Recipes = {
 }
 
 
-def _runs(recipes: _Recipes, steps: Mapping[str, int] = {}) -> dict[str, Config]:
+def _runs(recipes: _Recipes) -> dict[str, Config]:
     return {
-        name: _with_rate({**_OPTIMIZERS[of][0], **changes}, _OPTIMIZERS[of][1], steps.get(name, _BASE.train.steps))
+        name: _with_rate({**_OPTIMIZERS[of][0], **changes}, _OPTIMIZERS[of][1])
         for name, (of, changes) in recipes.items()
     }
 
@@ -341,27 +340,4 @@ RATES = Study(
     claims=[_best_is_inside(name) for name in _SINK_RATES],
 )  # fmt: skip
 
-# 4,000 over the step times, relative to Adam's, of `preventions`' first seed on two cores: 1.56, 1.56, 1.62 and 1.09.
-_STEPS = {"muon": 2560, "muon_orthoadam": 2560, "osp": 2470, "adam_gate": 3690}
-EQUAL_TIME = Study(
-    name="preventions_time",
-    title="Preventions of outliers after the time that Adam takes, in the setting of `preventions`",
-    runs=lambda scale: _runs({name: of for name, of in _RECIPES.items() if name != "orthoadam"}, _STEPS),
-    **_SHARED,
-    note=f"{_ABOUT} Here slower recipes have fewer steps, each with its schedule shortened, so that all take as long "
-    "as Adam's 4,000 on two CPU cores. Criteria were committed before any run with fewer steps.",
-    columns=_COLUMNS,
-    claims=[
-        *(Claim(f"In Adam's time {name} has a lower perplexity, in every seed.",
-                (Metric("perplexity")[name] < Metric("perplexity")["adam"]).in_every_seed())
-          for name in ("muon", "muon_orthoadam", "osp")),
-        *(Claim(f"In Adam's time {name} loses less than Adam at w4a4, in every seed.",
-                (c.lost("w4a4")[name] < c.lost("w4a4")["adam"]).in_every_seed())
-          for name in ("cured", "muon", "muon_orthoadam")),
-        Claim("In Adam's time Muon with OrthoAdam on the embeddings has the lowest perplexity at w4a4.",
-              c.all_of(Metric("perplexity_w4a4")["muon_orthoadam"] < Metric("perplexity_w4a4")[name]
-                       for name in ("adam", "cured", "muon", "adam_gate", "osp"))),
-    ],
-)  # fmt: skip
-
-STUDIES = (BREAKS, PREVENTIONS, PARTS, SINKS, COSTS, RATES, EQUAL_TIME)
+STUDIES = (BREAKS, PREVENTIONS, PARTS, SINKS, COSTS, RATES)
