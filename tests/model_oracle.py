@@ -59,13 +59,7 @@ CONFIGS = {
         normalizer="learned_sink", mlp="experts",
         experts=ExpertsConfig(num_experts=6, d_expert=5, groups=3, groups_per_token=2, scale=3.0)),
 }  # fmt: skip
-for mask in ("full", "prefix"):
-    CONFIGS[f"{mask}, gpt2"] = dataclasses.replace(GPT2, attention_mask=mask)
-    CONFIGS[f"{mask}, llama2"] = dataclasses.replace(
-        LLAMA2, attention_mask=mask, num_kv_heads=2, normalizer="softmax1", attention_implementation="xla_chunked"
-    )
 END = SMALL["vocab_size"] - 1
-# Prefixes of 3, of all 7, of the first of two, and none.
 TOKENS = np.array([[4, 2, END, 1, 5, 3, 3], [1, 2, 3, 4, 5, 6, END], [END, 2, 3, END, 1, 1, 2], [1, 2, 3, 4, 5, 6, 7]])
 
 
@@ -139,11 +133,11 @@ def _np_latent_query_key_value(config, x, p):
     return query, np.concatenate([shared, own], -1), value
 
 
-def _np_attention(config, x, p, given, layer, prefix=0):
-    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it; all see the first `prefix` tokens."""
+def _np_attention(config, x, p, given, layer):
+    """Maps one sequence [T, D] -> output [T, D] and what the taps show of it."""
     T, N, H = len(x), config.num_heads, config.head_dim
     t, s = np.indices((T, T))
-    visible = (s < prefix) | (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
+    visible = (s <= t) | ((t < config.relaxed_causal_tokens) & (s < config.relaxed_causal_tokens))
     if (window := _at(config.attention_window, layer)) is not None:
         visible &= s > t - window
     normalizers = {"softmax_n": config.normalizer_n, "learned_sink": p.get("sink")}
@@ -271,8 +265,6 @@ def numpy_forward(config, params, tokens, given=None):
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = params["token_embedding"]["embedding"]
     x = table[np.asarray(tokens)] * (math.sqrt(config.d_model) if config.scale_embeddings else 1.0)
-    ends = [t for t, token in enumerate(np.asarray(tokens)) if token == config.vocab_size - 1]
-    prefix = {"causal": 0, "full": len(x), "prefix": ends[0] + 1 if ends else 0}[config.attention_mask]
     if config.embedding_projection:
         x = x @ params["embedding_output"]["kernel"]
     if config.position == "learned":
@@ -292,7 +284,7 @@ def numpy_forward(config, params, tokens, given=None):
         taps |= dict.fromkeys(("value_norms", "head_norms"), 0.0)
         if attends:
             read = norms["attention"](x)
-            attended, taps = _np_attention(config, read, p["attention"], given, layer, prefix)
+            attended, taps = _np_attention(config, read, p["attention"], given, layer)
         attended = (outputs.get("attention", same) if attends else same)(attended)
         attended = _np_intervened(attended, given, layer, "attention")
         middle = x + attended

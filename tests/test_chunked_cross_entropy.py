@@ -294,7 +294,6 @@ MODELS = {
     "tied": MODEL,
     "untied": dataclasses.replace(MODEL, tie_embeddings=False),
     "relaxed": dataclasses.replace(MODEL, relaxed_causal_tokens=4),
-    "fixed rotation, untied": dataclasses.replace(MODEL, fixed_rotation=True, tie_embeddings=False),
 }
 TOKENS = np.random.default_rng(3).integers(0, 24, (4, 12))
 

@@ -127,20 +127,13 @@ ROTARY = {"model.position": "rotary"}
 LATENT = ROTARY | {"model.latent.d_rotary": 2}
 LONGROPE = {"model.rope.scaling": "longrope", "model.rope.short_factors": (1.0,), "model.rope.long_factors": (1.0,)}
 BACKCOPY = {"data.kind": "bigram_backcopy"}
-FULL = {"model.attention_mask": "full", "data.objective": "masked"}
-PREFIX = {"model.attention_mask": "prefix", "data.objective": "span_corruption"}
 TOGETHER = [
-    *((FULL | {"data.objective": "next_token"}, "'masked'"), ({"data.objective": "masked"}, "'next_token'")),
-    *((PREFIX | {"data.objective": "masked"}, "'span_corruption'"), (FULL | BACKCOPY, "kinds with text")),
-    *((FULL | {"model.attention_window": 4}, "'causal'"), (PREFIX | {"model.relaxed_causal_tokens": 4}, "'causal'")),
-    (FULL | {"data.sequence_length": 7}, "at least 8"),
     *((ROTARY | {"model.d_head": 3}, "an even number"), (ROTARY | {"model.rope_local_theta": 9.0}, "and a window")),
     *((LATENT | {"model.num_kv_heads": 2}, "num_kv_heads=2"), (LATENT | {"model.qk_norm": "head"}, "qk_norm='head'")),
     *((LATENT | {"model.rope.fraction": 0.5}, "d_rotary"), (LATENT | {"model.latent.d_rotary": 32}, "1 to 31")),
     *((LONGROPE, "16 of each"), (ROTARY | {"model.rope.scaling": "dynamic", "model.d_head": 2}, "one pair")),
     *(({"model.rope.scaling": "yarn", "model.rope_theta": 1.0}, "above 1"), ({"model.dtype": "float16"}, "loss")),
-    *(({"model.fixed_rotation": True}, "scan_layers=false"), ({"model.rope.high_frequency_factor": 0.5}, "above low")),
-    ({"model.fixed_rotation": True, "model.embedding_projection": True}, "one of them"),
+    ({"model.rope.high_frequency_factor": 0.5}, "above low"),
     *(({"model.experts.groups": 3}, "num_experts=8"), ({"model.experts.groups_per_token": 2}, "all or fewer")),
     *(({"model.experts.per_token": 9}, "up to the 8"), ({"train.allow_normalizer_change": True}, "init_from")),
     *((BACKCOPY | {"data.repeated_share": 0.5}, "'embedded'"), ({"train.keep_every_steps": 150}, "multiple")),

@@ -14,11 +14,9 @@ from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 from orthojax import model as models
-from orthojax.config import RopeConfig, RotationConfig, replace
+from orthojax.config import RopeConfig, replace
 from orthojax.config.model import NormalizerName
 from orthojax.model import Transformer, bigram_backcopy, gpt2, llama2, parameter_shapes, stack_layers, unstack_layers
-from orthojax.optim import unrotate
-from orthojax.train import make_rotation
 
 
 def shapes_of(params):
@@ -111,7 +109,6 @@ def _loss_and_gradients(config):
     [
         ("rich", {"scan_layers": True, "remat": True}),
         ("rich", {"scan_layers": True, "unroll_layers": True, "remat": "dots"}),
-        ("prefix, llama2", {"scan_layers": True, "remat": True}),
         pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
     ],
 )
@@ -164,7 +161,6 @@ FIELDS = {
     "block": (LAYERNORM | {"block": "output_norm"}, "sandwich_norm"),
     "norm_eps": ({}, 0.1),
     "use_bias": (LAYERNORM | {"use_bias": "qkv"}, "attention"),
-    "attention_mask": ({}, "full"),
 }  # fmt: skip
 
 
@@ -359,18 +355,6 @@ def test_bigram_backcopy_has_its_published_start():
 )  # fmt: skip
 def test_refused(call, arguments, words, error, tmp_path):
     assert_refused(call, tmp_path, arguments, words, error)
-
-
-def test_fixed_rotation_equals_rotated_tables_and_writers():
-    config = dataclasses.replace(TINY, d_model=24, use_bias=False)  # 24 is no power of two
-    params = random_params(config)
-    back = unrotate(make_rotation(RotationConfig(axes="writers", seed=0)))  # that of OrthoAdam
-    folded = back.update(params, back.init(params), params)[0]
-    rotated, taps = apply(dataclasses.replace(config, fixed_rotation=True), params, observe=lambda taps: taps)
-    plain, plain_taps = apply(config, folded, observe=lambda taps: taps)
-    np.testing.assert_allclose(rotated, plain, atol=2e-4)
-    np.testing.assert_allclose(taps.residual, plain_taps.residual, atol=2e-4)
-    np.testing.assert_allclose(taps.value_norms, plain_taps.value_norms, atol=2e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])

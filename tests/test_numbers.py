@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 BELIEVE = runpy.run_path(str(ROOT / "results/believe.py"))
 FORMATS = {"int8, one scale per tensor": "int8_coarse", "int4 weights": "int4_group128", "w4a4": "w4a4",
            "w4a4kv4": "w4a4kv4", "NVFP4": "nvfp4", "MXFP4": "mxfp4", "FP8": "fp8_e4m3"}  # fmt: skip
+COMPARED = ("preventions", "preventions_parts", "preventions_sinks", "preventions_soap")
 OPTIMIZERS = ("adam", "orthoadam", "muon", "muon_orthoadam")
 NAMES = {
     "adam": "Adam",
@@ -77,11 +78,10 @@ def mean(run: str, metric: str) -> float:
 
 def recipe(name: str) -> str:
     """Recipe of the comparison -> STUDY/VARIANT."""
-    studies = ("preventions", "preventions_parts", "preventions_sinks")
-    return next(f"{study}/{name}" for study in studies if any(row["variant"] == name for row in rows(study)))
+    return next(f"{study}/{name}" for study in COMPARED if any(row["variant"] == name for row in rows(study)))
 
 
-RECIPES = list(dict.fromkeys(row["variant"] for s in ("", "_parts", "_sinks") for row in rows(f"preventions{s}")))
+RECIPES = list(dict.fromkeys(row["variant"] for study in COMPARED for row in rows(study)))
 LATER = [name for name in RECIPES if name not in {row["variant"] for row in rows("preventions")}]
 
 

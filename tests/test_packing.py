@@ -77,7 +77,6 @@ TOKENS, DYNAMIC = jnp.zeros((1, 4), jnp.int32), RopeConfig(scaling="dynamic", fa
 REFUSED = {  # by words of the error: changes of the model, segment ids
     "with a cache": ({}, TOKENS),
     "'dynamic'": (ROTARY | {"rope": DYNAMIC}, TOKENS),
-    "'prefix'": ({"attention_mask": "prefix"}, TOKENS),
     r"\(1, 5\)\nallowed: integers of the shape of the tokens, \(1, 4\)": ({}, jnp.zeros((1, 5), jnp.int32)),
     "float32": ({}, jnp.zeros((1, 4))),
 }

@@ -279,8 +279,7 @@ def test_gated_attention_of_qwen(kind, tokens, tmp_path):
 
 WITHOUT_CODE = {"gpt-oss": "mlp", "latent attention and experts": "latent", "gated channels of latents": "latent",
                 "query latents, groups of experts": "latent", "projected embeddings": "embedding_projection",
-                "relu": "embedding_projection", "softmax": "rope", **dict.fromkeys(
-                    ("full, gpt2", "full, llama2", "prefix, gpt2", "prefix, llama2"), "attention_mask")}  # fmt: skip
+                "relu": "embedding_projection", "softmax": "rope"}  # fmt: skip
 OWN = model_oracle.CONFIGS | test_generation.CONFIGS | {
     "cured": gpt2("tiny", **SMALLEST, normalizer="softmax1", norm="rmsnorm_single", use_bias=False),
     "yarn, biases, windows": ModelConfig(

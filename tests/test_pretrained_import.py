@@ -482,7 +482,7 @@ def test_code_comes_along_if_it_knows_the_model(name, tmp_path):
     assert read_folder_config(tmp_path) == config
 
 
-@pytest.mark.parametrize("changes", [{"fixed_rotation": True}, {"attention": (False, False)}])
+@pytest.mark.parametrize("changes", [{"embedding_projection": True}, {"attention": (False, False)}])
 def test_a_field_that_the_code_does_not_know_is_named(changes):
     (name,) = changes
     assert field_without_code(gpt2("tiny", **UNROLLED, **changes)).startswith(f"model.{name}=")

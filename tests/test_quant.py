@@ -143,31 +143,6 @@ def test_a_layer_of_narrow_floats_is_the_product_of_its_rounded_operands(name, x
 # Simulated layers and trees.
 
 
-@pytest.mark.parametrize("outputs", [None, "tensor"])
-def test_float_features_are_no_part_of_scales(outputs):
-    rng = np.random.default_rng(0)
-    x, kernel = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(8, 5)).astype(np.float32)
-    x[:, [2, 5]] *= 1000
-    kernel[[2, 5]] *= 1e-3
-    kernel[:, 1] *= 50  # a large output feature
-    setting = QuantizationSetting(8, "absmax", "tensor", "tensor", outputs, float_features=2)
-
-    def rounded(a):
-        step = np.abs(a).max() / 127
-        return np.round(a / step) * step
-
-    rest = np.setdiff1d(np.arange(8), [2, 5])
-    a, w = x.astype(np.float64), kernel.astype(np.float64)
-    wanted = a[:, [2, 5]] @ w[[2, 5]] + rounded(a[:, rest]) @ rounded(w[rest])
-    if outputs:
-        small = np.argsort(np.abs(wanted).max(0))[:-2]
-        wanted[:, small] = rounded(wanted[:, small])
-    found = quantized_linear(setting)(jnp.asarray(x), jnp.asarray(kernel), None, "mlp/input")
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
-    every = dataclasses.replace(setting, float_features=8)
-    np.testing.assert_allclose(quantized_linear(every)(x, kernel, None, "mlp/input"), a @ w, rtol=1e-5, atol=1e-4)
-
-
 def test_include_leaves_the_head_float():
     x, kernel = jnp.asarray(X, jnp.float32), jnp.asarray(KERNEL, jnp.float32)
 
@@ -224,13 +199,11 @@ REFUSED = [
     (lambda: QuantizationSetting(4, "absmax", "tensor", activation_bits=1), "activation_bits=1 "),
     (lambda: QuantizationSetting(8, "absmax", "tensor", "tokens"), "inputs='tokens'"),
     (lambda: QuantizationSetting(4, "zeropoint", "output_channel", activation_bits=8), "activation_bits=8"),
-    (lambda: QuantizationSetting(4, "zeropoint", "output_channel", float_features=1), "float_features=1"),
     (lambda: quant.setting_named("w4a8_group46"), "w4a8_group64"),
     (lambda: QuantizationSetting(8, "absmax", "block"), "weights='block'"),
     (lambda: QuantizationSetting(8, "absmaxx", "tensor"), r"scheme='absmaxx'.*\nallowed: 'absmax', .*\n.*'absmax'\?"),
     (lambda: QuantizationSetting(4, "e4m3", "tensor"), "bits=4"),
     (lambda: QuantizationSetting(8, "e4m3", "output_channel", group_size=8), "group_size=8"),
-    (lambda: QuantizationSetting(8, "e4m3", "tensor", float_features=1), "float_features=1"),
     (lambda: QuantizationSetting(4, "mxfp4", "output_channel"), "weights='output_channel'"),
     (lambda: QuantizationSetting(4, "nvfp4", "block", "token"), "inputs='token'"),
     (lambda: QuantizationSetting(4, "absmax", "tensor", keys_and_values=1), "keys_and_values=1 "),
@@ -238,8 +211,6 @@ REFUSED = [
     (lambda: integer_linear(quant.setting_named("w4a4kv4")), "keys_and_values=4"),
     (lambda: quant.quantize_params(PARAMS, dataclasses.replace(quant.INT4_ZEROPOINT, keys_and_values=4), "kernel"),
      "keys_and_values=4"),
-    (lambda: quant.require_integers(QuantizationSetting(8, "absmax", "tensor", float_features=2)), "float_features"),
-    (lambda: QuantizationSetting(8, "absmax", "tensor", float_features=-1), "float_features"),
     (lambda: quant.rounded_cache(Transformer(LLAMA), 1), "bits=1"),
     *((lambda bits=bits, first=first: quant.rounded_cache(Transformer(LLAMA), bits, first), "allowed: integers")
       for bits, first in ((2.5, 0), (1, 0), (8, -1), (8, 0.5))),

@@ -130,8 +130,7 @@ def rotate_integers(_):
 @refused(
     (lambda _, changes: quant.rotate_after_training({}, dataclasses.replace(LLAMA, **changes)), [
         ({"norm": "layernorm"}, "norm='layernorm'"), ({"block": "output_norm"}, "block='output_norm'"),
-        ({"embedding_projection": True}, "embedding_projection"),
-        ({"fixed_rotation": True, "scan_layers": False}, "fixed_rotation")]),
+        ({"embedding_projection": True}, "embedding_projection")]),
     (rotate_integers, "kernels of integers"),
     (lambda _, prefix: quant.prefix_cache(Transformer(CONFIG), PARAMS, np.array(prefix), 3, 9), [
         *((prefix, "a prefix of shape") for prefix in ([], [[1, 2]])),

@@ -120,26 +120,21 @@ def gu_sink_rate(
     return _unless_nan(alpha, jnp.mean(alpha > threshold, dtype=jnp.float32))
 
 
-def chance_of_first(
-    length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None, causal: bool = True
-) -> float:
+def chance_of_first(length: float, *, softmax1: bool = False, n: float = 0.0, window: int | None = None) -> float:
     """Returns the mean weight on key 0 over the queries of a causal row if all logits were 0: H_T / T with softmax.
 
     Query t of T = `length`, from 1, sees t keys, so softmax gives each 1/t, softmax-1 1/(t + 1) and softmax_n
     1/(t + n). The value for softmax is also the share of queries whose largest weight is on key 0 if each prefers one
-    of its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T. Without a causal mask
-    every query sees all T keys.
+    of its keys by chance. In a window of W keys the queries after W do not see key 0: H_W / T.
 
     >>> chance_of_first(2), round(chance_of_first(2, softmax1=True), 4)
     (0.75, 0.4167)
     >>> chance_of_first(4, window=2)  # (1 + 1/2) / 4
     0.375
-    >>> chance_of_first(4, causal=False)
-    0.25
     """
     if not 1 <= length < math.inf or not (window is None or window >= 1):
         raise ValueError(f"length={length}, window={window}; allowed: 1 or more, and None or 1 or more")
-    seen = np.arange(1, int(length) + 1) if causal else np.full(int(length), int(length))
+    seen = np.arange(1, int(length) + 1)
     weights = 1.0 / (seen + (1.0 if softmax1 else n))
     return float(np.mean(weights if window is None else np.where(seen <= window, weights, 0.0)))
 

@@ -35,7 +35,6 @@ class Conditions:
       windows: Maximum number of keys that a query sees, one for each layer or one for all; None for no limit.
       bos_tokens: BOS tokens at the start of a row.
       causal: False if the mask shows several tokens to each other, so that no token is the first.
-      full: True if the mask shows all tokens to each other.
     """
 
     length: int
@@ -45,7 +44,6 @@ class Conditions:
     windows: tuple[int | None, ...] = (None,)
     bos_tokens: int = 1
     causal: bool = True
-    full: bool = False
 
 
 def conditions(config: Config) -> Conditions:
@@ -60,8 +58,7 @@ def conditions(config: Config) -> Conditions:
         n=n,
         windows=windows if isinstance(windows, tuple) else (windows,),
         bos_tokens=max(1, config.data.bos_tokens),
-        causal=model.relaxed_causal_tokens < 2 and model.attention_mask == "causal",
-        full=model.attention_mask == "full",
+        causal=model.relaxed_causal_tokens < 2,
     )
 
 
@@ -105,18 +102,16 @@ class Definition:
 
 
 def _mean_over_layers(given: Conditions, n: float = 0.0) -> float:
-    of_layers = [chance_of_first(given.length, n=n, window=window, causal=given.causal) for window in given.windows]
+    of_layers = [chance_of_first(given.length, n=n, window=window) for window in given.windows]
     return sum(of_layers) / len(of_layers)
 
 
 def _most_attended(given: Conditions) -> float | None:
-    if not (given.causal or given.full):
-        return None
-    return _mean_over_layers(given)
+    return _mean_over_layers(given) if given.causal else None
 
 
 def _mass(given: Conditions) -> float | None:
-    if given.n is None or not (given.causal or given.full):
+    if given.n is None or not given.causal:
         return None
     return _mean_over_layers(given, n=given.n)
 

@@ -298,7 +298,14 @@ def to_json(config: Any) -> str:
 
 # Fields of 0.1.0 that are gone, by class, each with the value at which a config means the same without it.
 _REMOVED: dict[str, dict[str, Any]] = {
-    "ModelConfig": {"attention_norm": True, "mlp_norm": True, "gated_norm_rank": 0},
+    "ModelConfig": {
+        "attention_norm": True,
+        "mlp_norm": True,
+        "gated_norm_rank": 0,
+        "attention_mask": "causal",
+        "fixed_rotation": False,
+    },
+    "DataConfig": {"objective": "next_token"},
     "OptimConfig": {"sink_anneal_steps": 0},
 }
 

@@ -165,9 +165,6 @@ class ModelConfig:
       attention_soft_cap: Attention logits x become c tanh(x / c) with this c; None caps nothing.
       attention_window: Each query sees at most this many keys, the last being its own, in all layers or one value per
         layer; None means no limit.
-      attention_mask: Keys that a query sees: those up to its own (`causal`), all (`full`, for masked tokens), or those
-        up to its own and the row's whole prefix, which ends at the first token with the last id, vocab_size - 1
-        (`prefix`, the prefix LM of T5, arXiv 1910.10683, section 3.2; a row without that id is causal).
       relaxed_causal_tokens: The first k tokens see each other (0: plain causal mask).
       gated_attention: Multiply each head's output at each position by sigmoid(w . x + b), where x is the block's normed
         input (all channels) and b, initially 0, exists only with `use_bias`. This is the gate from all features to all
@@ -184,7 +181,6 @@ class ModelConfig:
       scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
       embedding_projection: Learned d_model x d_model matrices, initially orthogonal, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` folds them in.
-      fixed_rotation: Rotate what each part writes to the residual stream by its own fixed orthogonal matrix.
       final_soft_cap: Soft cap on the logits of the next token (Gemma 2, arXiv 2408.00118).
       kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), regardless of depth.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
@@ -231,7 +227,6 @@ class ModelConfig:
     logits_width: int | None = setting(None, POSITIVE)
     attention_soft_cap: float | None = setting(None, POSITIVE)
     attention_window: int | tuple[int | None, ...] | None = setting(None, POSITIVE)
-    attention_mask: Literal["causal", "full", "prefix"] = "causal"
     relaxed_causal_tokens: int = setting(0, NOT_NEGATIVE)
     gated_attention: bool | Literal["elementwise"] = False
     latent: LatentConfig | None = None
@@ -242,7 +237,6 @@ class ModelConfig:
     tie_embeddings: bool = True
     scale_embeddings: bool = False
     embedding_projection: bool = False
-    fixed_rotation: bool = False
     final_soft_cap: float | None = setting(None, POSITIVE)
     # Initial values.
     kernel_init: Literal["normal", "uniform_fan_in"] = setting("normal", affects="start")
@@ -261,18 +255,9 @@ class ModelConfig:
         check_fields(self, "model", lambda: (*self._checks(), *self._checks_of_layers(), *self._checks_of_heads()))
 
     def _checks(self) -> list[Check]:
-        relaxed, most, mask = self.relaxed_causal_tokens, self.max_length, self.attention_mask
-        limited, stacked = relaxed or any(_each(self.attention_window)), self.scan_layers
+        relaxed, most = self.relaxed_causal_tokens, self.max_length
         return [
             (relaxed <= most, f"relaxed_causal_tokens={relaxed}", f"0 to model.max_length={most}"),
-            (mask == "causal" or not limited,
-             f"attention_window or relaxed_causal_tokens with model.attention_mask={mask!r}",
-             "neither, or attention_mask 'causal'"),
-            (not (self.fixed_rotation and self.embedding_projection),
-             "fixed_rotation with model.embedding_projection", "one of them"),
-            (not (self.fixed_rotation and stacked),
-             "fixed_rotation differs between layers, which a scan over layers cannot express",
-             "model.scan_layers=false"),
             (not self.has_experts or self.experts is not None, "mlp='experts' without model.experts",
              "fields of model.experts, such as model.experts.num_experts"),
         ]  # fmt: skip

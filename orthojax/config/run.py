@@ -53,7 +53,7 @@ class OptimConfig:
       optimizer: `adam` is AdamW if `weight_decay` > 0; `rmsprop` is Adam with b1 = 0 (the paper does not specify it);
         `muon` updates vectors with Adam, and embeddings by `muon_embeddings`. Any other optimizer is given as
         `module:function`: a function of this config that returns an optax transformation without learning rate and
-        weight decay, such as `orthojax.experiments.ours.soap:soap`.
+        weight decay, such as `mine:soap`.
       rotated: Run the optimizer in the basis of `rotation`; `orthoadam`, which is `adam` with this, always does.
       learning_rate: Peak learning rate.
       warmup_steps: Steps of linear warm-up from 0.
@@ -148,9 +148,6 @@ class DataConfig:
       bos: Start every row of text with the beginning-of-sequence token.
       pack: Fill the rows of training with whole documents, which do not see each other: see
         `orthojax.data.PackedBatches`. Rows of evaluation stay plain.
-      objective: What is predicted: the next token; 15% of the tokens, most of them masked (`masked`, for
-        `model.attention_mask='full'`); or 15% of the tokens, which are cut out in spans (`span_corruption`, for
-        `prefix`). See `orthojax.data.batches`. Ids for masks and spans are the last ones of the model's vocabulary.
       seed: Seed of the order of the rows.
       repeated_share: For `embedded` and `text`: the fraction, 0 to 1, of passages (40 to 110 characters) that the text
         repeats at once, as quotations, logs and boilerplate do; see `orthojax.data.repeat_passages`.
@@ -174,7 +171,6 @@ class DataConfig:
     sequence_length: int = setting(64, Range(lambda length: 2 <= length <= 2**24, "2 to 2**24"))
     bos: bool = False
     pack: bool = False
-    objective: Literal["next_token", "masked", "span_corruption"] = "next_token"
     seed: int = setting(0, SEED)
     repeated_share: float = setting(0.0, SHARE)
     trigger_count: int = setting(3, POSITIVE)
@@ -190,13 +186,9 @@ class DataConfig:
 
     def _checks(self) -> list[Check]:
         kind, files, length = self.kind, len(self.paths), self.sequence_length
-        next_token = self.objective == "next_token"
-        of_kind, corrupted = f"is not read by data.kind={kind!r}", f"objective={self.objective!r} with data."
+        of_kind = f"is not read by data.kind={kind!r}"
         return [
-            (next_token or kind != "bigram_backcopy", f"{corrupted}kind={kind!r}", "kinds with text"),
-            (not self.pack or (next_token and kind != "bigram_backcopy"),
-             f"pack with data.kind={kind!r}, data.objective={self.objective!r}", "text and objective 'next_token'"),
-            (next_token or length >= 8, f"{corrupted}sequence_length={length}", "a sequence_length of at least 8"),
+            (not self.pack or kind != "bigram_backcopy", f"pack with data.kind={kind!r}", "kinds with text"),
             (kind != "text" or files > 0, "kind='text' without files", "data.paths=FILE[,FILE...]"),
             (kind != "tokens" or files == 2, f"kind='tokens' with {files} files",
              "data.paths=TRAIN.bin,VALIDATION.bin, or a pattern of files for each"),
@@ -210,10 +202,8 @@ class DataConfig:
 
     @property
     def row_length(self) -> int:
-        """Returns the ids in a row: inputs and the last target; if packed or for another objective, twice as many."""
-        if self.pack:
-            return 2 * (self.sequence_length + 1)
-        return self.sequence_length + 1 if self.objective == "next_token" else 2 * self.sequence_length
+        """Returns the ids in a row: inputs and the last target; if packed, twice as many."""
+        return (1 + self.pack) * (self.sequence_length + 1)
 
     @property
     def middle(self) -> int:
@@ -382,7 +372,6 @@ class Config:
 
     def _checks(self) -> Iterator[Check]:
         model, length, steps, warmup = self.model, self.data.sequence_length, self.train.steps, self.optim.warmup_steps
-        objective = {"causal": "next_token", "full": "masked", "prefix": "span_corruption"}[model.attention_mask]
         yield from [
             (model.position != "learned" or length <= model.max_length,
              f"data.sequence_length={length} is longer than model.max_length={model.max_length}",
@@ -390,9 +379,6 @@ class Config:
             (model.relaxed_causal_tokens < length,
              f"model.relaxed_causal_tokens={model.relaxed_causal_tokens} leaves no loss position",
              f"less than data.sequence_length={length}"),
-            (self.data.objective == objective,
-             f"model.attention_mask={model.attention_mask!r} with data.objective={self.data.objective!r}",
-             f"objective {objective!r}"),
             (warmup < steps, f"optim.warmup_steps={warmup} leaves nothing of train.steps={steps}",
              f"optim.warmup_steps of 0 to {steps - 1}"),
             (model.dtype != "float16",

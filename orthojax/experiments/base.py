@@ -56,15 +56,6 @@ LANGUAGE_MODEL = Config(
     eval=EvalConfig(sequences=256, batch_size=64),
 )
 
-# Ordinary text and learned positions: outliers within 800 steps, but no dominance.
-SHALLOW_MODEL = Config(
-    model=gpt2("tiny", norm="rmsnorm_single", use_bias=False, max_length=64, scan_layers=False),
-    optim=OptimConfig(optimizer="adam", learning_rate=5e-3, warmup_steps=100, rotation=OUTPUT_AXIS),
-    data=DataConfig(kind="embedded", tokenizer="bpe:2048", sequence_length=64, bos=True),
-    train=TrainConfig(steps=800, batch_size=16, checkpoint_every_steps=50),
-    eval=EvalConfig(sequences=512, batch_size=64),
-)
-
 # The main job: ordinary text with weight decay, so that outliers and dominance both appear within 2,500 steps.
 MAIN_MODEL = config("tiny_vanilla")
 # Repeated passages, no decay, wider MLPs, more tokens: copying begins, and with it dominance.

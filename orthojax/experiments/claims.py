@@ -361,16 +361,9 @@ NO_OUTLIERS = 3.5  # and below this none
 PPL, FRACTION, MASS = Metric("perplexity"), Metric("first_attention_fraction"), Metric("first_attention_mass")
 FIRST, REST = Metric("kurtosis_first"), Metric("kurtosis_rest")
 MAX_FIRST, MAX_REST = Metric("max_abs_first"), Metric("max_abs_rest")
-CHANCE = Metric("chance", lambda of: _chance(of), share)
+CHANCE = Metric("chance", lambda of: chance_of_first(int(of["data.sequence_length"])), share)
 COARSE, MODERATE, _ = INT8 = ("int8_coarse", "int8_moderate", "int8_fine")
 INT4 = "int4_zeropoint"
-
-
-def _chance(numbers: Numbers) -> float:
-    mask: Any = numbers["model.attention_mask"]
-    if mask == "prefix":
-        raise Missing("chance with a prefix that all tokens see")
-    return chance_of_first(int(numbers["data.sequence_length"]), causal=mask == "causal")
 
 
 @functools.cache

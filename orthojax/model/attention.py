@@ -32,7 +32,6 @@ from orthojax.ops.statistics import at_least_float32
 class Rows(NamedTuple):
     """What the tokens themselves say about which keys are visible, and where."""
 
-    prefix: jax.Array | None = None  # int [B]: the lengths of the rows' prefixes, if the mask has one
     segment_ids: jax.Array | None = None  # int [B, T], of packed rows
     positions: jax.Array | None = None  # int [B, T], within each segment of packed rows
 
@@ -70,7 +69,7 @@ class Attention(Part):
         span, cap, bias, shown = c.layer_window(self.layer), c.attention_soft_cap, given.attention_bias, None
         visible = attention_mask(c, T, rows, self.layer) if cached is None else cached.slots.within(span)
         normalizer = self._normalizer()
-        masked = c.relaxed_causal_tokens > 1 or cached is not None or rows.prefix is not None
+        masked = c.relaxed_causal_tokens > 1 or cached is not None
         # A mask holds the window; kernels know a causal one with its window by themselves.
         window = None if span is None or masked else (span - 1, 0)
         implementation = None if c.attention_implementation == "auto" else c.attention_implementation
@@ -81,7 +80,7 @@ class Attention(Part):
             mask = visible if masked else None
             options = {"normalizer": normalizer, "scale": products, "implementation": implementation}
             options["segment_ids"] = None if masked else rows.segment_ids
-            options |= {"is_causal": not masked and c.attention_mask != "full", "local_window_size": window}
+            options |= {"is_causal": not masked, "local_window_size": window}
             heads = dot_product_attention(query, key, value, bias, mask, logits_soft_cap=cap, **options)
         else:
             shown = self._logits_and_weights(query, key, visible, normalizer, given)
@@ -189,15 +188,8 @@ class LatentAttention(Attention):
 
 def attention_mask(config: ModelConfig, length: int, rows: Rows, layer: int) -> jax.Array:
     """Returns the mask [1, 1, T, T] of the keys that each query of a layer sees; [B, 1, T, T] if rows differ."""
-    if config.attention_mask == "prefix":
-        assert rows.prefix is not None
-        t, s = jnp.arange(length)[:, None], jnp.arange(length)[None]
-        return (s <= t)[None, None] | (s[None, None] < rows.prefix[:, None, None, None])
-    if config.attention_mask == "full":
-        visible = jnp.ones((1, 1, length, length), bool)
-    else:
-        positions = length if rows.positions is None else rows.positions
-        visible = relaxed_causal_mask(positions, config.relaxed_causal_tokens, config.layer_window(layer))
+    positions = length if rows.positions is None else rows.positions
+    visible = relaxed_causal_mask(positions, config.relaxed_causal_tokens, config.layer_window(layer))
     ids = rows.segment_ids
     return visible if ids is None else visible & (ids[:, None, :, None] == ids[:, None, None, :])
 

@@ -75,12 +75,9 @@ def init_cache(config: ModelConfig, batch: int, size: int, *, sinks: int = 0) ->
     """Makes an empty cache of `size` slots, the most keys that a query sees, for a batch of B rows.
 
     It has the dtype of the config; the first `sinks` tokens stay when the cache is full. Raises ValueError for
-    a model whose tokens see later ones, no slots, sinks that leave no slot for other tokens, or more slots than learned
+    no slots, sinks that leave no slot for other tokens, or more slots than learned
     positions.
     """
-    if config.attention_mask != "causal":
-        problem = f"a cache for a model with attention_mask={config.attention_mask!r}, whose tokens see later ones"
-        raise UserError(problem, allowed="attention_mask 'causal'")
     if size < 1:
         raise UserError(f"a cache of {size} tokens", allowed="at least 1")
     if not 0 <= sinks < size:

@@ -5,7 +5,6 @@ Letters inside functions: B batch, T query positions, S key positions, N query h
 
 import functools
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,11 +26,8 @@ from orthojax.model.layers import (
     linear,
 )  # fmt: skip
 from orthojax.ops.attention import ATTENTION_NAME
-from orthojax.ops.orthogonal import fixed_transform, hash_signs
 from orthojax.ops.products import kernel_product
 
-_TOKEN_TABLE = "token_embedding/embedding:0"
-_POSITION_TABLE = "position_embedding/embedding:0"
 _MOST_UNROLLED = 48  # layers, by `unroll_layers="auto"`: compilation takes a second or two for each
 
 
@@ -67,7 +63,7 @@ class Block(nn.Module):
                 c, self.linear, self.round_kv, self.layer, name="attention"
             )
             attention_output, taps, new = attend(read, given, cached, rows)
-            attention_output = self._to_residual(self._normed(attention_output, "attention", "output"), "attention")
+            attention_output = self._normed(attention_output, "attention", "output")
         else:
             taps = self._no_attention_taps(B, T)
             new = taps["keys"], taps["values"]
@@ -80,7 +76,7 @@ class Block(nn.Module):
                 mlp_output = Experts(c, self.linear, name="mlp")(read)
             else:
                 mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
-            mlp_output = self._to_residual(self._normed(mlp_output, "mlp", "output"), "mlp")
+            mlp_output = self._normed(mlp_output, "mlp", "output")
         mlp_output = intervene(mlp_output, given, "mlp")
         x = (post_attention + mlp_output).astype(residual_before.dtype)
         x = replace(x, given.residual, given.residual_share)
@@ -103,9 +99,6 @@ class Block(nn.Module):
         second = len(places) > 1 and at == "output"
         return Norm(self.config, name=f"{part}_output_norm" if second else f"{part}_norm")(x) if at in places else x
 
-    def _to_residual(self, x: jax.Array, part: str) -> jax.Array:
-        return to_residual(x, f"layers/{part}/output/kernel/*:0", self.layer) if self.config.fixed_rotation else x
-
     def _no_attention_taps(self, B: int, T: int) -> dict[str, jax.Array]:
         c = self.config
         by_pair, by_query = jnp.zeros((B, c.num_heads, T, T)), jnp.zeros((B, c.num_heads, T))
@@ -116,27 +109,6 @@ class Block(nn.Module):
             "values": jnp.zeros((B, T, c.kv_heads, c.value_dim)),
             **dict.fromkeys(("value_norms", "head_norms"), by_query),
         }
-
-
-def to_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
-    """Computes Q^T x along the last axis, with the fixed orthogonal matrix Q of one part (`fixed_rotation`).
-
-    This is the alternative to OrthoAdam that its authors mention but do not use (From Attention to Activation, section
-    4.2): "make Q part of the model parameters that are kept fixed during training". Adam on such a model is OrthoAdam
-    (axes `writers`) on the plain one, seen in other coordinates. The part is named by its kernel and layer.
-    """
-    return _signs(x, name, layer) * fixed_transform(x, x.ndim - 1, transpose=True)
-
-
-def from_residual(x: jax.Array, name: str, layer: int = 0) -> jax.Array:
-    """Computes Q x along the last axis: the inverse of `to_residual`."""
-    return fixed_transform(_signs(x, name, layer) * x, x.ndim - 1)
-
-
-def _signs(x: jax.Array, name: str, layer: int) -> jax.Array:
-    # The key and the name are as in OrthoAdam with seed 0, so that the two can be compared run by run.
-    signs = hash_signs(zlib.crc32(f"{name}:{x.shape[-1]}:1".encode()), (layer,), x.shape[-1])
-    return jnp.asarray(signs.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def _remat_policy(remat: Remat) -> Callable[..., Any] | None:
@@ -197,7 +169,7 @@ class Transformer(nn.Module):
         Raises:
           ValueError: For sequences longer than `max_length` if positions are learned, interventions whose shapes do not
             fit, a cache that does not fit (see `orthojax.model.cache.plan`), a cache with `observe`, or segments of
-            another shape, with a cache, or for a model whose mask has prefixes or whose `rope` depends on the length.
+            another shape, with a cache, or for a model whose `rope` depends on the length.
         """
         c = self.config
         if cache is not None and observe is not None:
@@ -213,23 +185,18 @@ class Transformer(nn.Module):
         x = x * c.d_model**0.5 if c.scale_embeddings else x
         x = self._projected(x, "embedding_output") if c.embedding_projection else x
         x = x.astype(jnp.promote_types(x.dtype, dtype))  # parameters may be narrower than what blocks return
-        if c.fixed_rotation:
-            x = to_residual(x, _TOKEN_TABLE)
         if c.position == "learned":
             if tokens.shape[1] > c.max_length:
                 raise ValueError(f"{tokens.shape[1]} tokens are more than the model's max_length={c.max_length}")
             positions = nn.Embed(c.max_length, c.d_model, embedding_init=init, name="position_embedding")
             at = jnp.arange(tokens.shape[1]) if slots is None else slots.query_positions
-            added = positions(at[None] if rows.positions is None else rows.positions)
-            x += (to_residual(added, _POSITION_TABLE) if c.fixed_rotation else added).astype(x.dtype)
+            x += positions(at[None] if rows.positions is None else rows.positions).astype(x.dtype)
         x = x if c.residual_dtype == "float32" else x.astype(c.residual_dtype)
         x, observed = self._blocks(x, interventions, observe, cache, slots, rows)
         if cache is not None and slots is not None:
             observed = with_tokens(cache, slots, *observed)
         x = Norm(c, name="final_norm")(x).astype(dtype)
         x = self._projected(x, "head_input") if c.embedding_projection else x
-        if c.tie_embeddings and c.fixed_rotation:
-            x = from_residual(x, _TOKEN_TABLE)
         if not head:
             return x, observed
         if c.tie_embeddings:
@@ -245,13 +212,11 @@ class Transformer(nn.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap), observed
 
     def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> Rows:
-        has_prefix = self.config.attention_mask == "prefix"
         if segment_ids is None:
-            return Rows(prefix=prefix_lengths(tokens, self.config) if has_prefix else None)
+            return Rows()
         fits = segment_ids.shape == tokens.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer)
         found = f"segment_ids are {segment_ids.dtype} of shape {segment_ids.shape}"
         require(fits, found, f"integers of the shape of the tokens, {tokens.shape}")
-        require(not has_prefix, "segment_ids for a model with attention_mask='prefix'", "one sequence in a row")
         require(cache is None, "segment_ids with a cache", "one sequence in a row")
         return Rows(segment_ids=segment_ids, positions=segment_positions(segment_ids))
 
@@ -308,15 +273,6 @@ class Transformer(nn.Module):
             x, seen = of_layer(x, given, shared, old, slots, rows)
             observed.append(seen)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *observed)
-
-
-def prefix_lengths(tokens: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns how many tokens of each row [B, T] see each other, [B]: up to the first with the last id, or one.
-
-    >>> prefix_lengths(jnp.array([[3, 9, 4, 9], [1, 2, 3, 4]]), ModelConfig(vocab_size=10)).tolist()
-    [2, 1]
-    """
-    return jnp.argmax(tokens == config.vocab_size - 1, axis=1) + 1
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:

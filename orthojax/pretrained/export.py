@@ -53,10 +53,8 @@ def field_without_code(config: ModelConfig) -> str | None:
     """Returns the first field of a model, with its value, that the code does not know; None if it knows all."""
     scaling = "none" if config.rope is None else config.rope.scaling
     known = {
-        "attention_mask": config.attention_mask == "causal",
         "latent": config.latent is None,
         "mlp": not any(config.layer_mlp(layer) in ("experts", "swiglu_clamped") for layer in range(config.num_layers)),
-        "fixed_rotation": not config.fixed_rotation,
         "embedding_projection": not config.embedding_projection,
         # A cache counts tokens by what attention stored.
         "attention": any(config.layer_attention(layer) for layer in range(config.num_layers)),

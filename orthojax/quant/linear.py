@@ -59,11 +59,6 @@ def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path:
     return _fake_quantize(groups, setting, setting.bits, axes).reshape(kernel.shape)
 
 
-def _largest_features(x: jax.Array, count: int) -> jax.Array:
-    size = jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - 1)))
-    return jnp.zeros(size.shape, bool).at[jax.lax.top_k(size, min(count, size.size))[1]].set(True)
-
-
 @functools.cache  # the same function for the same setting, so that jit compiles a model with it once
 def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) -> "LinearFunction":
     """Makes a linear layer that rounds its operands as `setting` says, for a model whose layers can be replaced.
@@ -92,26 +87,17 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
 
     pattern = compile_pattern(include)
 
-    def round_outputs(y: jax.Array) -> jax.Array:
-        kept = _largest_features(y, setting.float_features) if setting.float_features else False
-        return jnp.where(kept, y, _fake_quantize(jnp.where(kept, 0, y), setting, setting.input_bits, None))
-
     def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
         if pattern.search(path) is None:
             return float_linear(x, kernel, bias, path)
         a, w = at_least_float32(x), at_least_float32(kernel)
-        floats = 0.0
-        if setting.float_features:
-            kept = _largest_features(a, setting.float_features)
-            floats = float_linear(jnp.where(kept, a, 0), w, None, path)
-            a, w = jnp.where(kept, 0, a), jnp.where(kept[:, None], 0, w)
         if setting.inputs == "block":
             a = _in_blocks(a, setting, (-1,))
         elif setting.inputs is not None:
             a = _fake_quantize(a, setting, setting.input_bits, _input_axes(a, setting))
         w = _fake_quantize_kernel(w, setting, path)
-        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path) + floats
-        y = y if setting.outputs is None else round_outputs(y)
+        y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path)
+        y = y if setting.outputs is None else _fake_quantize(y, setting, setting.input_bits, None)
         return y if is_head(path) else y.astype(x.dtype)
 
     return linear
@@ -221,9 +207,8 @@ def require_integers(setting: QuantizationSetting) -> None:
         raise UserError(f"scheme={setting.scheme!r}: simulation only", allowed="'absmax' or 'zeropoint' on integers")
     if setting.keys_and_values is not None:
         raise UserError(f"keys_and_values={setting.keys_and_values}: simulation only", allowed="None on integers")
-    if setting.group_size is not None or setting.float_features:
-        problem = f"group_size={setting.group_size}, float_features={setting.float_features}: simulation only"
-        raise UserError(problem, allowed="neither in integer products")
+    if setting.group_size is not None:
+        raise UserError(f"group_size={setting.group_size}: simulation only", allowed="None on integers")
     if setting.inputs is not None and setting.scheme != "absmax":
         raise UserError(f"scheme={setting.scheme!r} of inputs: simulation only", allowed="'absmax', or inputs=None")
     if max(setting.bits, setting.input_bits) > 8:

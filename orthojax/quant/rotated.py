@@ -97,7 +97,6 @@ def _require_rotatable(params: Any, config: ModelConfig) -> None:
     require(config.block in ("pre_norm", "parallel"), f"block={config.block!r}", "'pre_norm' or 'parallel'")
     require(config.latent is None, "latent attention", "latent=None")
     require(not config.has_experts, "experts", "another mlp")
-    require(not config.fixed_rotation, "fixed_rotation=True", "False")
     projected = "embedding_projection=True"
     require(not config.embedding_projection, projected, "False, as after `orthojax.model.fold_embedding_projection`")
     is_stored = lambda leaf: isinstance(leaf, Quantized)  # noqa: E731

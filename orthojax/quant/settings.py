@@ -38,9 +38,6 @@ class QuantizationSetting:
       activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them share one. Simulation only.
-      float_features: How many input features, those with the largest |x| in the batch, stay float, with their rows of
-        the kernel, and that many output features if outputs are rounded: to find the channels that do damage.
-        Simulation only; LLM.int8 (arXiv 2208.07339) uses a threshold instead of a number.
       keys_and_values: Width of the integers of the keys and values in a cache, with the scheme `zeropoint` and a scale
         for each token and head over its channels, as in QuaRot (arXiv 2404.00456) with groups of the head's width; None
         for float ones. `rounded_model` rounds them; with latent attention, whole keys and values are rounded, though a
@@ -54,15 +51,10 @@ class QuantizationSetting:
     outputs: Literal["tensor"] | None = None
     activation_bits: int | None = None
     group_size: int | None = None
-    float_features: int = 0
     keys_and_values: int | None = None
 
     def __post_init__(self):
         check_types(self, "QuantizationSetting")
-        if self.float_features < 0:
-            raise UserError(f"float_features={self.float_features}", allowed="0 or more")
-        if self.float_features and self.scheme == "zeropoint":  # what is left out is 0, which would widen the range
-            raise UserError(f"float_features={self.float_features} with scheme='zeropoint'", allowed="scheme='absmax'")
         if self.activation_bits is not None and self.inputs is None and self.outputs is None:
             problem = f"activation_bits={self.activation_bits} without rounded activations"
             raise UserError(problem, allowed="inputs or outputs")
@@ -87,9 +79,9 @@ class QuantizationSetting:
             raise UserError(f"{problem}, outputs={self.outputs!r}", allowed="'block', 'block' or None, None")
         if bits is None:
             return
-        if self.bits != bits or self.activation_bits is not None or self.group_size is not None or self.float_features:
-            rest = f"activation_bits={self.activation_bits}, group_size={self.group_size}, "
-            problem = f"scheme={self.scheme!r} with bits={self.bits}, {rest}float_features={self.float_features}"
+        if self.bits != bits or self.activation_bits is not None or self.group_size is not None:
+            rest = f"activation_bits={self.activation_bits}, group_size={self.group_size}"
+            problem = f"scheme={self.scheme!r} with bits={self.bits}, {rest}"
             raise UserError(problem, allowed=f"bits={bits}, none of the others")
 
     @property

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from orthojax.config import Config
 from orthojax.data import BigramBackcopy, TokenBatches, open_dataset, open_task
-from orthojax.data.batches import Corruption, PackedBatches
+from orthojax.data.batches import PackedBatches
 from orthojax.data.bigram_backcopy import EVALUATION
 from orthojax.errors import UserError
 from orthojax.model import parameter_count
@@ -29,10 +29,10 @@ class Inputs(NamedTuple):
     """The data of a run."""
 
     # number -> int32 [batch_size, W], a pure function; for a task, what the training steps draw by themselves. Rows
-    # have the W = T + 1 or 2 T ids that `split_tokens` splits, or 2 (T + 1) if they are packed (`PackedBatches`).
+    # have W = T + 1 ids, or 2 (T + 1) if they are packed (`PackedBatches`).
     batch: Callable[[int], np.ndarray]
-    evaluation: np.ndarray  # int32 [eval.sequences, T + 1 or 2 T], never packed
-    bits_per_nat_of_loss: float | None  # bits per byte of text for a nat per token; None if not all text is predicted
+    evaluation: np.ndarray  # int32 [eval.sequences, T + 1], never packed
+    bits_per_nat_of_loss: float | None  # bits per byte of text for a nat per token; None if it is no text
     provenance: dict[str, Any]  # JSON values: hashes and counts of everything read
     task: BigramBackcopy | None  # the synthetic task, if the data is one
     read_rows: Callable[[int, int, int], np.ndarray] | None = None  # reads a part of a batch, if that saves reading
@@ -62,11 +62,8 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
         rows = np.asarray(task.batch(0, evaluation.sequences, data.sequence_length, 0, EVALUATION))
         return Inputs(batch, rows, None, provenance, task)
     dataset = open_dataset(data, cache_dir, progress=progress)
-    corrupt = None
-    if data.objective != "next_token":
-        corrupt = Corruption(data.objective, data.sequence_length, config.model.vocab_size, dataset.vocab_size)
-    _require_vocabulary(config, dataset.vocab_size if corrupt is None else corrupt.needed_ids)
-    length = data.sequence_length if corrupt is None else corrupt.text_length - 1
+    _require_vocabulary(config, dataset.vocab_size)
+    length = data.sequence_length
     bos_id = dataset.bos_id if data.bos else None
     cut = functools.partial(PackedBatches, eos_id=dataset.eos_id) if data.pack else TokenBatches
     batches = cut(dataset.train, length, train.batch_size, data.seed, bos_id)
@@ -82,16 +79,7 @@ def open_inputs(config: Config, cache_dir: Path, *, progress: Callable[[str, int
     bits_per_nat = len(dataset.validation) / n_bytes / math.log(2) if n_bytes else None
     rows = validation.spread_rows(evaluation.sequences)
     held_out, tokenizer = dataset.validation, dataset.tokenizer_path
-    plain = Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows, held_out, tokenizer)
-    if corrupt is None:
-        return plain
-
-    def read(step: int, start: int, stop: int) -> np.ndarray:
-        return corrupt(batches.rows(step, start, stop), (0, data.seed, step), start)
-
-    whole = functools.partial(read, start=0, stop=train.batch_size)
-    fixed = corrupt(rows, (1, 0, 0))  # whatever the seed
-    return plain._replace(batch=whole, evaluation=fixed, bits_per_nat_of_loss=None, read_rows=read)
+    return Inputs(batches, rows, bits_per_nat, dataset.provenance, None, batches.rows, held_out, tokenizer)
 
 
 def _require_vocabulary(config: Config, needed: int) -> None:

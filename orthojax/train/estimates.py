@@ -48,7 +48,7 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """
     attending = sum(model.layer_attention(layer) for layer in range(model.num_layers))
     hidden = 3 * attending * sequence_length * model.num_heads * (model.head_dim + model.value_dim)
-    return flops_per_token(model, sequence_length) - (0 if model.attention_mask == "full" else hidden)
+    return flops_per_token(model, sequence_length) - hidden
 
 
 def model_flops_utilization(

@@ -251,17 +251,6 @@ def rotated_perplexities(
     return _perplexities(loaded._replace(params=params), inputs, models, on_progress)
 
 
-def cached_perplexities(
-    loaded: LoadedModel, inputs: Inputs, caches: Mapping[str, tuple[int, int]], on_progress: Say = lambda what: None
-) -> Metrics:
-    """Measures `perplexity_<cache>` with keys and values of few bits.
-
-    `caches` is name -> (bits, number of first tokens that stay float), as for `quant.rounded_cache`.
-    """
-    models = {name: quant.rounded_cache(loaded.model, bits, first) for name, (bits, first) in caches.items()}
-    return _perplexities(loaded, inputs, models, on_progress)
-
-
 def _perplexities(loaded: LoadedModel, inputs: Inputs, models: Mapping[str, Transformer], on_progress: Say) -> Metrics:
     metrics = {}
     for name, model in models.items():

@@ -60,30 +60,19 @@ TrainSteps = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, Step
 
 
 def split_tokens(tokens: ArrayT, model: ModelConfig) -> tuple[ArrayT, ArrayT, ArrayT]:
-    """Splits rows into inputs [B, T], targets [B, T], and [1, T] or [B, T] bool, whether they count.
+    """Splits rows into inputs [B, T], targets [B, T], and bool [1, T], whether they count.
 
-    A row is T inputs and T targets, its first and its last T ids. In rows [B, T + 1] of a causal model they overlap,
-    the targets are the next tokens, and those that a relaxed mask shows do not count. Other models have rows [B, 2 T]
-    of `orthojax.data.batches`; targets below 0 do not count.
-
-    >>> rows = np.array([[9, 5, 9, 6, -1, 4, 8, -1]])
-    >>> inputs, targets, counted = split_tokens(rows, ModelConfig(attention_mask="full"))
-    >>> inputs.tolist(), targets.tolist(), counted.astype(int).tolist()
-    ([[9, 5, 9, 6]], [[0, 4, 8, 0]], [[0, 1, 1, 0]])
+    Targets of rows [B, T + 1] are the next tokens; those that a relaxed mask shows do not count.
     """
     xp: Any = jnp if isinstance(tokens, jax.Array) else np
-    causal = model.attention_mask == "causal"
-    T = tokens.shape[1] - 1 if causal else tokens.shape[1] // 2
-    inputs, targets = tokens[:, :T], tokens[:, -T:]
-    if causal:
-        return inputs, targets, (xp.arange(T) >= model.relaxed_causal_tokens - 1)[None]
-    return inputs, xp.maximum(targets, 0), targets >= 0
+    counted = xp.arange(tokens.shape[1] - 1) >= model.relaxed_causal_tokens - 1
+    return tokens[:, :-1], tokens[:, 1:], counted[None]
 
 
 def loss_sum_nats(
     model: Transformer,
     params: Any,
-    tokens: jax.Array,  # int [B, T + 1], or [B, 2 T] if the model is not causal
+    tokens: jax.Array,  # int [B, T + 1]
     chunk_positions: int | None = None,  # of every sequence, whose logits are materialised at a time
     interventions: Interventions | None = None,
     logits_dtype: DTypeLike | None = None,  # to which logits are rounded, except those of a quantised head

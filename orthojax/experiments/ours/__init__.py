@@ -1,16 +1,13 @@
 """Comparisons beyond the papers; the main job is the first."""
 
 from orthojax.experiments.ours import preventions
-from orthojax.experiments.ours.bidirectional import BIDIRECTIONAL
 from orthojax.experiments.ours.dominance import ORDINARY_TEXT, REPEATED_LONGER, REPEATED_PASSAGES
 from orthojax.experiments.ours.few_bits import FEW_BITS
 from orthojax.experiments.ours.long_pair import LONG_PAIR
-from orthojax.experiments.ours.outliers import HAAR, PARITY, ROTATION_ABLATION
 from orthojax.experiments.ours.quick import QUICK
-from orthojax.experiments.ours.smollm2 import QUANTISED, SAFE
 from orthojax.experiments.study import Study
 
 STUDIES: tuple[Study, ...] = (
-    QUICK, LONG_PAIR, REPEATED_PASSAGES, REPEATED_LONGER, ORDINARY_TEXT, *preventions.STUDIES, BIDIRECTIONAL,
-    ROTATION_ABLATION, HAAR, PARITY, FEW_BITS, QUANTISED, SAFE,
+    QUICK, LONG_PAIR, REPEATED_PASSAGES, REPEATED_LONGER, ORDINARY_TEXT, *preventions.STUDIES,
+    FEW_BITS,
 )  # fmt: skip

@@ -18,7 +18,7 @@ from orthojax.report.pictures import LOSS, Bars, ByStep, Points
 from orthojax.report.results import Missing, Result, Results
 from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs, rounded_perplexities
-from orthojax.train.evaluation import cached_perplexities, rotated_perplexities
+from orthojax.train.evaluation import rotated_perplexities
 from orthojax.train.step import split_tokens
 
 BREAKS = Study(
@@ -77,43 +77,24 @@ ROUNDED = Measure("preventions", _rounded)
 _BASE = replace(BREAKING_MODEL, {"train.steps": 4000})
 _MUON: dict[str, Any] = {"optim.optimizer": "muon", "optim.momentum": 0.95}
 _MUON_ORTHOADAM = _MUON | {"optim.muon_embeddings": "orthoadam"}
-_SOAP = {"optim.optimizer": "orthojax.experiments.ours.soap:soap", "optim.b1": 0.95, "optim.b2": 0.95}
 
-# Optimizer -> what it changes, and three rates of its search, each twice the previous one.
-_OPTIMIZERS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "adam": ({}, (1.5e-3, 3e-3, 6e-3)),
-    "orthoadam": ({"optim.optimizer": "orthoadam"}, (1.5e-3, 3e-3, 6e-3)),
-    "muon": (_MUON | {"optim.muon_embeddings": "adam"}, (3e-3, 6e-3, 1.2e-2)),
-    "muon_orthoadam": (_MUON_ORTHOADAM, (3e-3, 6e-3, 1.2e-2)),
-    "soap": (_SOAP, (3e-3, 6e-3, 1.2e-2)),
+# Optimizer -> what it changes, and the rate that `preventions_tuning` chose: the lowest perplexity of three, each twice
+# the previous one; for Muon the largest that was tried, 2% below the one before.
+_OPTIMIZERS: dict[str, tuple[dict[str, Any], float]] = {
+    "adam": ({}, 3e-3),
+    "orthoadam": ({"optim.optimizer": "orthoadam"}, 3e-3),
+    "muon": (_MUON | {"optim.muon_embeddings": "adam"}, 1.2e-2),
+    "muon_orthoadam": (_MUON_ORTHOADAM, 6e-3),
 }
 
 
-def _with_rate(changes: Mapping[str, Any], rate: float, steps: int = _BASE.train.steps) -> Config:
+def _with_rate(changes: Mapping[str, Any], rate: float) -> Config:
     """Returns a run at a rate, with the base's product of rate and weight decay, so that all forget equally fast."""
     optim = _BASE.optim
     decay = optim.weight_decay * optim.learning_rate / rate
-    more = {"optim.learning_rate": rate, "optim.weight_decay": decay, "train.steps": steps}
-    return replace(_BASE, {**changes, **more})
+    return replace(_BASE, {**changes, "optim.learning_rate": rate, "optim.weight_decay": decay})
 
 
-TUNING = Study(
-    name="preventions_tuning",
-    title="Learning rates for the comparison of preventions, three for each optimizer",
-    runs=lambda scale: {
-        f"{name}_{rate:g}": _with_rate(changes, rate, 1000)
-        for name, (changes, rates) in _OPTIMIZERS.items()
-        for rate in rates
-    },
-    seeds=(100,),  # used in no comparison
-    rounding=False,
-    note="1,000 steps of the setting of the comparison, softmax throughout; the lowest perplexity chooses the rate, "
-    "also of the same optimizer with other architectures. `muon_orthoadam` is Muon with OrthoAdam on the embeddings.",
-    columns=["perplexity", c.WORST],
-)
-
-# What each optimizer's search chose; for Muon the largest rate that was tried, 2% below the one before.
-_TUNED = {"adam": 3e-3, "orthoadam": 3e-3, "muon": 1.2e-2, "muon_orthoadam": 6e-3, "soap": 6e-3}
 # Recipe -> its optimizer, and its other changes: those that one would choose, then parts and variants of them.
 _Recipes = Mapping[str, tuple[str, Mapping[str, Any]]]
 _OSP = {"model.embedding_projection": True}
@@ -132,16 +113,15 @@ _PARTS: _Recipes = {
     "adam_tweo": ("adam", {"train.activation_penalty": 0.01}),
     "muon_orthoadam_softmax1": ("muon_orthoadam", {"model.normalizer": "softmax1"}),
     "adam_sinks": ("adam", {"model.normalizer": "learned_sink"}),
-    "soap": ("soap", {}),
     "osp_channel_norm": ("muon", _OSP | {"model.norm": "rmsnorm"}),
     "osp_adam": ("adam", _OSP),
     "adam_softpick": ("adam", {"model.normalizer": "softpick"}),
 }
 
 
-def _runs(recipes: _Recipes, steps: Mapping[str, int] = {}) -> dict[str, Config]:
+def _runs(recipes: _Recipes) -> dict[str, Config]:
     return {
-        name: _with_rate({**_OPTIMIZERS[of][0], **changes}, _TUNED[of], steps.get(name, _BASE.train.steps))
+        name: _with_rate({**_OPTIMIZERS[of][0], **changes}, _OPTIMIZERS[of][1])
         for name, (of, changes) in recipes.items()
     }
 
@@ -242,7 +222,6 @@ PARTS = Study(
     claims=[
         Claim("OSP needs each of its parts: without one there are outliers.",
               c.all_of(c.outliers(name) for name in ("muon", "osp_channel_norm", "osp_adam")), c.outliers("adam")),
-        c.cured_outliers("SOAP has none.", "soap", "adam"),
         c.cured_outliers("TWEO's penalty leaves none.", "adam_tweo", "adam"),
         Claim("Softmax-1, a gate, learned sinks or softpick leave the outliers of Adam.",
               c.all_of(c.FIRST[f"adam_{name}"] > c.OUTLIERS for name in ("softmax1", "gate", "sinks", "softpick")),
@@ -361,59 +340,4 @@ RATES = Study(
     claims=[_best_is_inside(name) for name in _SINK_RATES],
 )  # fmt: skip
 
-_CACHES = {"kv8": (8, 0), "kv4": (4, 0), "kv4_float_first": (4, 1), "kv3": (3, 0), "kv3_float_first": (3, 1)}
-
-
-def _gained(variant: str, bits: int) -> Any:
-    """Returns how much of the loss to a cache of `bits` bits is saved by keeping the first token in float."""
-    return c.lost(f"kv{bits}")[variant] - c.lost(f"kv{bits}_float_first")[variant]
-
-
-KV_CACHE = Study(
-    name="kv_cache",
-    title="A cache of 8, 4 and 3 bits: who needs the first token in float?",
-    runs=lambda scale: _runs({name: _RECIPES[name] for name in ("adam", "cured", "adam_gate", "muon_orthoadam")}),
-    seeds=(1, 2, 3),
-    measures=(Measure("kv_cache", lambda loaded, inputs, say: cached_perplexities(loaded, inputs, _CACHES, say)),),
-    rounding=False,
-    note="The models of `preventions`. Keys and values are rounded, with a smallest value and a scale for each token "
-    "and head, all else is float; `float_first` keeps those of the first token. Criteria were committed before any "
-    "measurement.",
-    columns=["perplexity", *(c.lost(name) for name in _CACHES)],
-    claims=[
-        Claim("A cache of 8 bits costs nothing.", c.all_of(c.lost("kv8")[name] < 0.002 for name in ("adam", "cured"))),
-        Claim("Adam needs the first token: in float it saves a fifth of the loss at 4 bits.",
-              _gained("adam", 4) >= 0.2 * c.lost("kv4")["adam"], c.lost("kv4")["adam"] >= 0.005),
-        Claim("The cured model does not: it saves less than a tenth.",
-              _gained("cured", 4) < 0.1 * c.lost("kv4")["cured"], c.lost("kv4")["cured"] >= 0.005),
-        Claim("At 4 bits the cured model loses less than Adam.", c.lost("kv4")["cured"] < c.lost("kv4")["adam"]),
-        Claim("So does the gate.", c.lost("kv4")["adam_gate"] < c.lost("kv4")["adam"]),
-    ],
-    pictures=[Bars("caches", "Perplexity lost to keys and values of few bits, in percent.",
-                   [c.lost(name) for name in _CACHES], y_label="%", scale=100)],
-)  # fmt: skip
-
-# 4,000 over the step times, relative to Adam's, of `preventions`' first seed on two cores: 1.56, 1.56, 1.62 and 1.09.
-_STEPS = {"muon": 2560, "muon_orthoadam": 2560, "osp": 2470, "adam_gate": 3690}
-EQUAL_TIME = Study(
-    name="preventions_time",
-    title="Preventions of outliers after the time that Adam takes, in the setting of `preventions`",
-    runs=lambda scale: _runs({name: of for name, of in _RECIPES.items() if name != "orthoadam"}, _STEPS),
-    **_SHARED,
-    note=f"{_ABOUT} Here slower recipes have fewer steps, each with its schedule shortened, so that all take as long "
-    "as Adam's 4,000 on two CPU cores. Criteria were committed before any run with fewer steps.",
-    columns=_COLUMNS,
-    claims=[
-        *(Claim(f"In Adam's time {name} has a lower perplexity, in every seed.",
-                (Metric("perplexity")[name] < Metric("perplexity")["adam"]).in_every_seed())
-          for name in ("muon", "muon_orthoadam", "osp")),
-        *(Claim(f"In Adam's time {name} loses less than Adam at w4a4, in every seed.",
-                (c.lost("w4a4")[name] < c.lost("w4a4")["adam"]).in_every_seed())
-          for name in ("cured", "muon", "muon_orthoadam")),
-        Claim("In Adam's time Muon with OrthoAdam on the embeddings has the lowest perplexity at w4a4.",
-              c.all_of(Metric("perplexity_w4a4")["muon_orthoadam"] < Metric("perplexity_w4a4")[name]
-                       for name in ("adam", "cured", "muon", "adam_gate", "osp"))),
-    ],
-)  # fmt: skip
-
-STUDIES = (BREAKS, TUNING, PREVENTIONS, PARTS, SINKS, COSTS, RATES, EQUAL_TIME, KV_CACHE)
+STUDIES = (BREAKS, PREVENTIONS, PARTS, SINKS, COSTS, RATES)
