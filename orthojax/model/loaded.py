@@ -23,7 +23,7 @@ class LoadedModel(NamedTuple):
     model: "Transformer"  # of `config.model`; `_replace` it for one with quantised linear layers
     params: Any  # as `init` returns them under "params"
     config: Config  # of the run that trained it
-    tokenizer: Any | None  # the meaning of its token ids; None if that is not known
+    tokenizer: Any  # the meaning of its token ids; None if that is not known
     source: Path  # the folder of the checkpoint's step, or the file or folder of a published model
 
 
