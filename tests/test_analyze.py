@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from test_commands import run
 from tiny_run import TINY, blank_state, drawn_params, inputs, rows
 from tiny_run import loaded as tiny_loaded
 
 from orthojax.cards import measure_model, read_rows, read_token_ids
+from orthojax.cards.activations import save_activations
+from orthojax.cards.measures import prepared
 from orthojax.cards.page import attention_picture
 from orthojax.commands import analyze
 from orthojax.commands.analyze import series
@@ -100,6 +103,29 @@ def test_planted_sinks_drains_and_outliers_are_found(models):
     head_0, head_1 = found.arrays["knocked_out_head"][0]
     assert abs(head_0) < 1e-6 < 1e-3 < abs(head_1)
     assert found.arrays["knocked_out_attention"] == pytest.approx(head_1)
+
+
+@pytest.mark.parametrize("name", ["planted", "run"])
+def test_saved_activations_are_those_of_the_model(models, name, tmp_path):
+    """Unrolled and scanned layers, and a last batch with fewer rows."""
+    loaded, found = opened(models, name)
+    loaded, tokens = prepared(loaded, T, 3), found.evaluation[:, :-1]
+    save_activations(loaded, tokens, ["residual", "attention", "values"], tmp_path / "of.safetensors")
+    saved = load_file(tmp_path / "of.safetensors")
+    np.testing.assert_array_equal(saved["tokens"], tokens)
+
+    def observe(taps):
+        return {"residual": taps.residual, "attention": taps.attention_weights, "values": taps.values}
+
+    _, seen = loaded.model.apply({"params": loaded.params}, tokens, observe=observe)
+    for kind, wanted in seen.items():
+        np.testing.assert_allclose(saved[kind], np.moveaxis(wanted, 1, 0), atol=1e-5, err_msg=kind)
+    if name == "planted":
+        np.testing.assert_allclose(saved["attention"][:, 0, 0, :, 0], 1.0, atol=1e-6)  # head 0 sees the first token
+    with pytest.raises(UserError, match=r"(?s)'residuals'.*did you mean 'residual'"):
+        save_activations(loaded, tokens, ["residuals"], tmp_path / "other")
+    with pytest.raises(UserError, match=r"need [\d.]+ GB"):
+        save_activations(loaded, np.broadcast_to(tokens[:1], (10**7, T)), ["attention"], tmp_path / "other")
 
 
 def test_metrics_are_those_of_evaluate(models):

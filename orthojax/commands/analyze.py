@@ -13,7 +13,8 @@ token, a rotation and layers in float are tried; three sentences say what was fo
 Python, see orthojax.Interventions and orthojax.train.evaluate_by_head.
 Writes report.html, report.md, figures/ and results.json under --workdir, a card of each model as card.json or
 NAME.card.json, which --card=FILE,FILE shows beside another model, and the arrays by head as arrays/NAME.npz. Each
-finished part is kept under stages/: after an interruption the same command resumes.
+finished part is kept under stages/: after an interruption the same command resumes. --save=residual,attention,values
+writes the activations of all rows to activations/NAME.safetensors, for other tools.
 """
 
 import re
@@ -60,6 +61,7 @@ def define_flags() -> None:
     flags.DEFINE_string("attention_of", "", "A short text whose attention weights are drawn, for --heads.")
     flags.DEFINE_list("heads", ["0.0"], "Heads of --attention_of as LAYER.HEAD: 0.3,1.2.")
     flags.DEFINE_list("card", [], "Card files of other models to compare with.")
+    flags.DEFINE_list("save", [], "Activations to write: residual, attention, values.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "", "Folder of results and reports; runs/analyze/NAMES by default.")
 
@@ -163,9 +165,16 @@ def _measure(name: str, path: str, workdir: Path, settings: Any) -> tuple[Any, d
     from orthojax.cards.text import read_text
     from orthojax.files import identity, make_folder
     from orthojax.train import load
+    from orthojax.train.step import split_tokens
 
     loaded, inputs = _open(load(path))
     pictures = _attention(name, loaded)  # first, since it may be refused
+    if FLAGS.save:
+        from orthojax.cards.activations import save_activations
+
+        make_folder(workdir / "activations", "folder of activations")
+        tokens = split_tokens(inputs.evaluation, loaded.config.model)[0]
+        save_activations(loaded, tokens, FLAGS.save, workdir / "activations" / f"{name}.safetensors")
     settings = {} if inputs.task is not None else fitting(loaded, settings)
     options: Any = {"quick": FLAGS.quick or inputs.task is not None, "quantize_head": FLAGS.quantize_head}
     if FLAGS.stride:
@@ -199,10 +208,12 @@ def main(_: list[str]) -> None:
         require_file(Path(FLAGS.token_ids), "file of token ids")
 
     from orthojax.cards import read_cards
+    from orthojax.cards.activations import require_kinds
     from orthojax.cards.measures import default_settings
     from orthojax.files import folder_of_one
     from orthojax.train import keep_compiled_programs
 
+    require_kinds(FLAGS.save)
     settings = named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
     others = [card for path in FLAGS.card for card in read_cards(Path(path))]
     configs = [_checked_config(path) for path in models.values()]
