@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from small_runs import ROOT, cpu_environment
@@ -57,7 +58,7 @@ def test_flags_of_xla_are_known():
     """An unknown one ends the process."""
     (flags,) = re.findall(r'XLA_FLAGS="(.*) \$', SCRIPTS[0].read_text())
     done = subprocess.run(
-        ["python3", "-c", "import jax; jax.devices()"], env=cpu_environment(XLA_FLAGS=flags), capture_output=True
+        [sys.executable, "-c", "import jax; jax.devices()"], env=cpu_environment(XLA_FLAGS=flags), capture_output=True
     )
     assert done.returncode == 0, done.stderr
 

@@ -275,7 +275,7 @@ def test_other_optimizers_and_models_on_all_three_axes(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (4, 1, 1)])
 def test_accumulated_parts_are_the_whole_batch(mesh):
     """Only even targets count, of which every part has another number."""
     model = Transformer(SMALL.model)
