@@ -119,7 +119,7 @@ def built(config: Config, variant: Variant) -> Iterator[step.Program]:
 
 
 def compiled_step(config: Config, variant: Variant, on_gpu: bool) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Returns a function that trains for `STEPS` steps at each call, and what compiling it tells."""
+    """Returns a function that runs `STEPS` training steps per call, with the time and memory of its compilation."""
     shape, started = (config.train.batch_size, config.data.sequence_length + 1), time.perf_counter()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.model.vocab_size, shape), jnp.int32)
     with built(config, variant) as program:

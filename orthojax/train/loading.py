@@ -137,7 +137,14 @@ def _tokenizer(folder: Path, config: Config) -> Any | None:
         return None
     sha256, spec = read_json_item(folder, "data").get("tokenizer_sha256"), config.data.tokenizer
     kept = [path for parent in list(folder.parents)[:2] if (path := parent / "tokenizer.json").is_file()]
-    kept = [fetched(path, Path(tempfile.mkdtemp())) if is_remote(path) else path for path in kept]
+    if any(map(is_remote, kept)):
+        with tempfile.TemporaryDirectory() as copies:
+            return _tokenizer_of([fetched(path, Path(copies)) for path in kept], spec, sha256)
+    return _tokenizer_of(kept, spec, sha256)
+
+
+def _tokenizer_of(kept: list[Path], spec: str, sha256: str | None) -> Any | None:
+    """Returns the first tokenizer with a digest, of files that a run kept or made anew; None if there is none."""
     makes = [functools.partial(load_tokenizer, path, spec) for path in kept]
     if not spec.startswith("bpe:"):
         makes.append(functools.partial(make_tokenizer, spec, ()))
