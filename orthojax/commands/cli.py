@@ -1,11 +1,13 @@
 """What the command lines share: flags, `--config.x=` overrides, and errors that a user can act on."""
 
+import atexit
 import ctypes
 import io
 import os
 import platform
 import re
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -123,7 +125,9 @@ def _found(path: Path) -> Path:
     if is_remote(path):
         if path.suffix != ".json":
             raise UserError(f"{path} is not on this machine", allowed="a config.json there, or a Python file here")
-        return fetched(path, Path(tempfile.mkdtemp()))
+        copies = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, copies, ignore_errors=True)
+        return fetched(path, Path(copies))
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     homes = [] if path.is_absolute() or not name.name else _SHIPPED
     shipped = name if name.suffix or not homes else name.with_suffix(".py")
