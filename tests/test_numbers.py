@@ -371,6 +371,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     assert (
         f"by {min(changes):.0%} to +{max(changes):.0%}, in the first from {before[0]:.1f} to {after[0]:.1f}" in readme
     )
+    sinks = each("quick/backcopy_softmax", "sink_attention_rest") > 0.5
+    assert sinks.tolist() == ["without a sink in Bigram-Backcopy" not in readme, True, True, True, True]
     assert find("quick").seeds == (20,)
     card = json.loads((ROOT / "results/atlas/smollm2.json").read_text())
     values = {of["name"]: of["value"] for of in card["metrics"]}
