@@ -34,15 +34,20 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint32(15))
 
 
+def hashed(key: Any, counter: Any) -> Any:
+    """Returns pseudo-random bits, uint32 like `counter`: a hash of it and of a key; of NumPy or traced arrays."""
+    outer = _mix(key)
+    # Two rounds with two keys: after one, the streams of two keys would be reorderings of each other.
+    return _mix(_mix(counter ^ outer) + _mix(outer ^ np.uint32(0x9E3779B9)))
+
+
 def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
     """Returns pseudo-random bits that are the same on every machine and with every version of NumPy and JAX.
 
     uint32 [len(layers), n]; entry (l, i) is a hash of `key`, 0 to 2**32 - 1, and `layers[l] * n + i` (modulo 2**32).
     """
     counter = (np.asarray(layers, np.uint64)[:, None] * np.uint64(n) + np.arange(n, dtype=np.uint64)).astype(np.uint32)
-    outer = _mix(np.asarray([key], np.uint32))
-    # Two rounds with two keys: after one, the streams of two keys would be reorderings of each other.
-    return _mix(_mix(counter ^ outer) + _mix(outer ^ np.uint32(0x9E3779B9)))
+    return hashed(np.asarray([key], np.uint32), counter)
 
 
 def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
@@ -58,8 +63,7 @@ def hash_signs(key: int, layers: Sequence[int], n: int) -> np.ndarray:
 def traced_signs(key: int, layers: Sequence[int], n: int) -> jax.Array:
     """Computes `hash_signs` of consecutive layers in the program, which then holds no constant for them."""
     counter = jax.lax.iota(np.uint32, len(layers) * n) + np.uint32(layers[0] * n % 2**32)
-    outer = _mix(np.asarray([key], np.uint32))
-    bits = _mix(_mix(counter ^ outer) + _mix(outer ^ np.uint32(0x9E3779B9)))
+    bits = hashed(np.asarray([key], np.uint32), counter)
     signs = (1 - 2 * (bits >> np.uint32(31)).astype(np.int8)).astype(np.int8)
     return jax.lax.optimization_barrier(signs).reshape(len(layers), n)  # or each row of a kernel would hash them again
 

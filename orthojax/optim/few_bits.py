@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
+from orthojax.ops.orthogonal import hashed
 from orthojax.ops.packing import Packing, pack, packed_zeros, packing_of, unpack
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim.layout import known_sharding
@@ -20,17 +21,10 @@ def _noise(path: str, count: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     position = jnp.zeros(x.shape, jnp.uint32)
     for axis, length in enumerate(x.shape):
         position = position * jnp.uint32(length % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    key = _mix(jnp.uint32(zlib.crc32(path.encode())) ^ _mix(count.astype(jnp.uint32)))
-    bits = _mix(_mix(position ^ key) + _mix(key ^ jnp.uint32(0x9E3779B9)))
+    key = hashed(jnp.uint32(zlib.crc32(path.encode())), count.astype(jnp.uint32))
+    bits = hashed(key, position)
     unit = jnp.float32(2.0**-16)
     return (bits & 0xFFFF).astype(jnp.float32) * unit, (bits >> 16).astype(jnp.float32) * unit
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Mixes the bits of uint32: the finalizer of MurmurHash3."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 class _Moment(NamedTuple):
