@@ -17,7 +17,7 @@ from orthojax.ops.statistics import at_least_float32, wide_dtype
 # Weights of one chunk. Larger ones fall out of a CPU's cache; many smaller ones pay for each iteration of the loop,
 # which adds to the gradients of all keys and values. A GPU or TPU needs enough work per iteration.
 CHUNK_BYTES = {"cpu": 2**23}
-# On a CPU, under a causal mask: as few chunks as save work, unless their weights are larger than this: four times it
+# On a CPU, under a causal mask: as few chunks as save work, unless their weights are larger than this: several times it
 # is held at once, since the runs of `_runs` share no memory.
 CAUSAL_CHUNK_BYTES = {"cpu": 2**24}
 FEWEST_QUERIES = 32
