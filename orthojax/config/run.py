@@ -268,6 +268,11 @@ class TrainConfig:
         before the optimizer's one step.
       logits_dtype: Dtype to which the logits of the training loss are rounded; all that is computed from them is
         float32. `auto` is bfloat16 for a bfloat16 model on an accelerator, else float32.
+      matmul_format: Rounds all products with kernels of the blocks, forward and backward, to this format, simulated in
+        floats (see `orthojax.train.low_precision.Recipe`); head, embeddings, routers, attention and optimizer are not.
+      matmul_stochastic: Round gradients to either neighbour, so that their mean is right; of formats of 4 bits.
+      matmul_hadamard: Mix every 16 tokens at random before the product that gives a kernel's gradient; likewise.
+      matmul_square: Give kernels square blocks, so that they round alike forward and backward; likewise.
       steps_per_dispatch: Maximum number of optimizer steps in one compiled call, so that small steps do not wait for
         Python; None takes as many as pay off, which is 1 on accelerators. A call ends whenever something is probed,
         validated or saved, and signals wait for its end. On a CPU it does not change a bit of the results.
@@ -296,6 +301,10 @@ class TrainConfig:
     batch_size: int = setting(16, POSITIVE)
     accumulation_steps: int = setting(1, POSITIVE, affects="computation")
     logits_dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", affects="computation")
+    matmul_format: Literal["", "nvfp4", "mxfp4", "fp8"] = setting("")
+    matmul_stochastic: bool = setting(True)
+    matmul_hadamard: bool = setting(True)
+    matmul_square: bool = setting(True)
     steps_per_dispatch: int | None = setting(None, POSITIVE, affects="computation")
     activation_penalty: float = setting(0.0, NOT_NEGATIVE)
     seed: int = setting(0, SEED)
@@ -322,6 +331,9 @@ class TrainConfig:
             (kept % every == 0, f"keep_every_steps={kept}", f"0, or a multiple of checkpoint_every_steps={every}"),
             (bool(self.init_from) or not self.allow_normalizer_change,
              "allow_normalizer_change without another start", "with train.init_from=DIR"),
+            (self.matmul_format.endswith("fp4")
+             or (self.matmul_stochastic and self.matmul_hadamard and self.matmul_square),
+             f"parts of a recipe of 4 bits switched off with matmul_format={self.matmul_format!r}", "nvfp4 | mxfp4"),
         ]  # fmt: skip
 
     def probes_at(self, step: int) -> bool:

@@ -41,6 +41,14 @@ def hashed(key: Any, counter: Any) -> Any:
     return _mix(_mix(counter ^ outer) + _mix(outer ^ np.uint32(0x9E3779B9)))
 
 
+def position_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Computes `hashed` of the positions in an array, row by row (modulo 2**32): the same however it is sharded."""
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis, length in enumerate(shape):
+        position = position * jnp.uint32(length % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return hashed(key, position)
+
+
 def hash_bits(key: int, layers: Sequence[int], n: int) -> np.ndarray:
     """Returns pseudo-random bits that are the same on every machine and with every version of NumPy and JAX.
 

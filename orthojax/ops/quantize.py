@@ -97,16 +97,49 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     return jnp.where(constant, wide, values).astype(dtype)
 
 
-def _round_to_float(x: jax.Array, bits: int, lowest: int, largest: float) -> jax.Array:
+def _round_to_float(x: jax.Array, bits: int, lowest: int, largest: float, noise: jax.Array | None = None) -> jax.Array:
     # Products with powers of two are exact, so this is the only rounding.
-    exponent = jnp.maximum(jnp.frexp(x)[1] - 1, lowest) - bits
-    return jnp.clip(jnp.ldexp(jnp.round(jnp.ldexp(x, -exponent)), exponent), -largest, largest)
+    step = jnp.maximum(_leading_power(x), 2.0**lowest) * 2.0**-bits
+    steps = x / step
+    steps = jnp.round(steps) if noise is None else jnp.floor(steps + noise)
+    return jnp.clip(steps * step, -largest, largest)
 
 
-def _axis(x: jax.Array, axis: int) -> int:
-    if np.ndim(axis) or axis is None:
-        raise ValueError(f"axis={axis!r}; allowed: one axis")
-    return axes_of(axis, x.ndim)[0]
+# Bits, because the frexp and ldexp of XLA cost more than all else of rounding.
+
+
+def _leading_power(x: jax.Array) -> jax.Array:
+    """Computes the largest power of two up to |x|, 0 for subnormals."""
+    if x.dtype != jnp.float32:
+        return jnp.where(x == 0, 0.0, jnp.ldexp(jnp.ones_like(x), jnp.frexp(x)[1] - 1))
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000, jnp.float32)
+
+
+def _power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
+    """Computes 2^exponent, of -126 to 127."""
+    if dtype != jnp.float32:
+        return jnp.ldexp(jnp.ones((), dtype), exponent)
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _in_blocks(x: jax.Array, axes: tuple[int, ...], size: int) -> tuple[jax.Array, tuple[int, ...]]:
+    """Splits each of some ascending axes as `split_blocks`; returns the axes within a block as well."""
+    for axis in reversed(axes):
+        x = split_blocks(x, axis, size)
+    return x, tuple(axis + i + 1 for i, axis in enumerate(axes))
+
+
+def _of_blocks(x: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Inverts `_in_blocks` of an array of this shape."""
+    for axis in axes:
+        x = join_blocks(x, axis, shape[axis])
+    return x
+
+
+def _block_axes(x: jax.Array, axis: int | Sequence[int]) -> tuple[int, ...]:
+    if axis is None or not 1 <= np.size(axis) <= 2:
+        raise ValueError(f"axis={axis!r}; allowed: one axis, or two for square blocks")
+    return tuple(sorted(axes_of(axis, x.ndim)))
 
 
 def split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -117,6 +150,7 @@ def split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
     [[1, 2], [3, 0]]
     """
     axis %= x.ndim
+    size = min(size, max(x.shape[axis], 1))  # a short axis is not padded to a whole block
     blocks = -(-x.shape[axis] // size)
     padding = [(0, blocks * size - n if a == axis else 0) for a, n in enumerate(x.shape)]
     return jnp.pad(x, padding).reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
@@ -148,13 +182,9 @@ def e4m3(x: ArrayLike, axes: Axes = None, block: int | None = None) -> jax.Array
     if block is not None:
         if not isinstance(block, numbers.Integral) or block < 1:
             raise ValueError(f"block={block!r}; allowed: 1 or more neighbours, whole")
-        split = axes_of(axes, wide.ndim, "axes")
-        for axis in reversed(split):
-            wide = split_blocks(wide, axis, min(int(block), max(wide.shape[axis], 1)))  # else padded to a whole block
-        y = e4m3(wide, tuple(axis + i + 1 for i, axis in enumerate(split)))
-        for axis in split:
-            y = join_blocks(y, axis, jnp.shape(x)[axis])
-        return y.astype(dtype)
+        split = tuple(sorted(axes_of(axes, wide.ndim, "axes")))
+        blocks, inner = _in_blocks(wide, split, int(block))
+        return _of_blocks(e4m3(blocks, inner), split, wide.shape).astype(dtype)
     scaled, back = _scaled_to(wide, axes, _E4M3[2])
     return back(_round_to_float(scaled, *_E4M3)).astype(dtype)
 
@@ -174,7 +204,7 @@ def e5m2(x: ArrayLike, axes: Axes = None) -> jax.Array:
     return back(_round_to_float(scaled, *_E5M2)).astype(jnp.asarray(x).dtype)
 
 
-def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
+def mxfp4(x: ArrayLike, axis: int | Sequence[int] = -1, *, noise: jax.Array | None = None) -> jax.Array:
     """Rounds to MXFP4: 32 neighbours along an axis become 4-bit E2M1 floats that share a power of two as scale.
 
     y = E2M1(x / s) s with s = 2^(floor(log2 max|x|) - 2), an exponent of 8 bits (E8M0), to nearest even; what is above
@@ -183,23 +213,32 @@ def mxfp4(x: ArrayLike, axis: int = -1) -> jax.Array:
     |y - x| <= max|x| / 4, because the largest may be clipped; mxfp4 has the other properties of `e4m3`. The values of
     E2M1 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign.
 
-    Arguments and result are as for `e4m3`.
+    Two axes give square blocks, 32 x 32, of which a matrix and its transpose round alike. With `noise`, uniform in
+    [0, 1) and shaped as `x`, 3/4 of each element is rounded to either neighbour, the nearer the
+    likelier, and divided by 3/4: nothing is clipped, and the mean over the noise is x (Training LLMs with MXFP4, arXiv
+    2502.20586). Arguments and result are otherwise as for `e4m3`.
 
     >>> import jax.numpy as jnp
     >>> mxfp4(jnp.array([7.9, -2.5, 0.6, 0.25])).tolist()
     [6.0, -2.0, 0.5, 0.0]
     """
-    at = _axis(wide := _wide(x), axis)
-    blocks = split_blocks(wide, at, 32)
-    peak = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
+    at = _block_axes(wide := _wide(x), axis)
+    blocks, inner = _in_blocks(wide, at, 32)
+    peak = jnp.max(jnp.abs(blocks), inner, keepdims=True, initial=0.0)
     exponent = jnp.clip(jnp.frexp(peak)[1] - 3, -127, 127)
+    share = 1.0
+    if noise is not None:
+        noise, share = _in_blocks(noise, at, 32)[0], 0.75
+    y = _round_to_float(blocks * _power_of_two(-exponent, blocks.dtype) * share, *_E2M1, noise) / share
     # In two steps: 2^-127 is a subnormal of float32, which hardware may take for 0.
-    y = jnp.ldexp(_round_to_float(jnp.ldexp(blocks, -exponent), *_E2M1) / 2, exponent + 1)
+    y = y * _power_of_two(jnp.maximum(exponent, -126), blocks.dtype) * jnp.where(exponent < -126, 0.5, 1.0)
     y = jnp.where(jnp.isfinite(peak), jnp.where(peak < jnp.finfo(wide.dtype).tiny, blocks, y), jnp.nan)
-    return join_blocks(y, at, wide.shape[at]).astype(jnp.asarray(x).dtype)
+    return _of_blocks(y, at, wide.shape).astype(jnp.asarray(x).dtype)
 
 
-def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
+def nvfp4(
+    x: ArrayLike, axis: int | Sequence[int] = -1, axes: Axes = None, *, noise: jax.Array | None = None
+) -> jax.Array:
     """Rounds to NVFP4: 16 neighbours along an axis become 4-bit E2M1 floats with an E4M3 scale, relative to a tensor's.
 
     y = E2M1(x / (s g)) s g with the scale g = max|x| / (6 448) of a tensor and s = E4M3(max_block|x| / (6 g)) of a
@@ -207,20 +246,22 @@ def nvfp4(x: ArrayLike, axis: int = -1, axes: Axes = None) -> jax.Array:
     2509.25149). The last block may be smaller. g stays float32. Definition here: a block whose s rounds to 0 becomes 0.
 
     If every block's peak is above 2^-6 / 448 of the tensor's, s is not subnormal, |y - x| <= 0.18 max_block|x|, and
-    nvfp4 has the other properties of `e4m3`. `axes` share one scale g, `axis` among them; None: all of them. The rest
-    is as for `e4m3`.
+    nvfp4 has the other properties of `e4m3`. `axes` share one scale g, `axis` among them; None: all of them. Two axes
+    give square blocks, 16 x 16. With `noise`, as for `mxfp4`, elements are rounded at random as they are: the mean is x
+    but for those that s clips. The rest is as for `e4m3`.
 
     >>> import jax.numpy as jnp
     >>> nvfp4(jnp.array([2688.0, -2000.0, 200.0])).tolist()  # g = 1, s = 448
     [2688.0, -1792.0, 224.0]
     """
-    at = _axis(wide := _wide(x), axis)
+    at = _block_axes(wide := _wide(x), axis)
     scaled, back = _scaled_to(wide, axes, _E2M1[2] * _E4M3[2])
-    blocks = split_blocks(scaled, at, 16)
-    largest = jnp.max(jnp.abs(blocks), at + 1, keepdims=True, initial=0.0)
+    blocks, inner = _in_blocks(scaled, at, 16)
+    largest = jnp.max(jnp.abs(blocks), inner, keepdims=True, initial=0.0)
     scale = _round_to_float(largest / _E2M1[2], *_E4M3)
-    elements = _round_to_float(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)), *_E2M1)
-    return back(join_blocks(elements * scale, at, wide.shape[at])).astype(jnp.asarray(x).dtype)
+    noise = None if noise is None else _in_blocks(noise, at, 16)[0]
+    elements = _round_to_float(jnp.where(scale == 0, 0.0, blocks / jnp.where(scale == 0, 1.0, scale)), *_E2M1, noise)
+    return back(_of_blocks(elements * scale, at, wide.shape)).astype(jnp.asarray(x).dtype)
 
 
 class NumberFormat(NamedTuple):
@@ -256,9 +297,9 @@ def _scaled_to(wide: jax.Array, axes: Axes, largest: float) -> tuple[jax.Array, 
     def back(y: jax.Array) -> jax.Array:
         # The peak comes back exactly, and with it the scale.
         y = jnp.where(jnp.abs(y) == largest, jnp.sign(y) * size, y * (size / largest))
-        return jnp.where(zero, wide, jnp.ldexp(y, exponent))
+        return jnp.where(zero, wide, y * _power_of_two(exponent, wide.dtype))
 
-    return jnp.ldexp(wide, -exponent) * (largest / size), back
+    return wide * _power_of_two(-exponent, wide.dtype) * (largest / size), back
 
 
 def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:

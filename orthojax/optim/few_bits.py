@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
-from orthojax.ops.orthogonal import hashed
+from orthojax.ops.orthogonal import hashed, position_bits
 from orthojax.ops.packing import Packing, pack, packed_zeros, packing_of, unpack
 from orthojax.ops.statistics import wide_dtype
 from orthojax.optim.layout import known_sharding
@@ -18,11 +18,8 @@ from orthojax.optim.rotation import leaf_paths
 
 def _noise(path: str, count: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two arrays like x of numbers in [0, 1), hashes of path, step and position: equal on every mesh."""
-    position = jnp.zeros(x.shape, jnp.uint32)
-    for axis, length in enumerate(x.shape):
-        position = position * jnp.uint32(length % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     key = hashed(jnp.uint32(zlib.crc32(path.encode())), count.astype(jnp.uint32))
-    bits = hashed(key, position)
+    bits = position_bits(key, x.shape)
     unit = jnp.float32(2.0**-16)
     return (bits & 0xFFFF).astype(jnp.float32) * unit, (bits >> 16).astype(jnp.float32) * unit
 

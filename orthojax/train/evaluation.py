@@ -20,6 +20,7 @@ from orthojax.model import Interventions, LoadedModel, Transformer, linear, mesh
 from orthojax.model.generation import stream_loss_nats
 from orthojax.ops.cross_entropy import cross_entropy_nats, perplexity
 from orthojax.train.data import Inputs
+from orthojax.train.low_precision import gradient_to_noise
 from orthojax.train.mesh import constrain, in_mesh, place
 from orthojax.train.optimizer import imported, shared_basis
 from orthojax.train.step import loss_sum_nats, split_tokens
@@ -370,7 +371,8 @@ def observing(task: BigramBackcopy) -> tuple[_Observe, _Observe]:
 # Of what `analysis.observe_language_model` defines, the probe computes only these.
 PROBED = ("kurtosis_first", "kurtosis_rest", "max_abs_first", "max_abs_rest")
 PROBED += ("first_attention_fraction", "first_attention_mass")
-Probed = tuple[analysis.Statistics, ...]  # of the layers and, if the data are a task, of the output
+# Of the layers and, if the data are a task, of the output; then what is a metric already.
+Probed = tuple[analysis.Statistics | dict[str, jax.Array], ...]
 
 
 def _observe_probed(taps: analysis.Taps) -> analysis.Statistics:
@@ -393,7 +395,15 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
     batch, observe, output = place(mesh, split_tokens(rows, config.model)[0]), _observe_probed, None
     if inputs.task is not None:
         batch, (observe, output) = 2 * batch, observing(inputs.task)
-    more = None
+    more = noise = None
+    if train.matmul_format:
+        (tokens,) = place(mesh, rows)
+
+        def loss(linear: Any, params: Any) -> jax.Array:
+            total, count = loss_sum_nats(Transformer(config.model, linear=linear), params, tokens)
+            return total / count
+
+        noise = gradient_to_noise(loss, train)
     if train.probe:
         more = imported("train.probe", train.probe, "config", "rows", "folder")(config, rows, folder)
 
@@ -403,13 +413,15 @@ def make_probe(config: Config, inputs: Inputs, mesh: Mesh | None, folder: Path) 
         if more is not None:
             more(step, params)
         statistics = analysis.measure(LoadedModel(model, params, config, None, Path()), [batch], observe, output=output)
-        return (statistics,) if output is None else statistics
+        probed = (statistics,) if output is None else statistics
+        return probed if noise is None else (*probed, {"gradient_to_noise": noise(params)})
 
     return probe
 
 
 def probe_metrics(probed: Probed) -> dict[str, float]:
     """Returns finite values by the names that `evaluate` gives them, over all layers and by layer."""
-    metrics = {name: value for part in probed for name, value in analysis.finalize(part).items()}
+    parts = [part if isinstance(part, dict) else analysis.finalize(part) for part in probed]
+    metrics = {name: float(value) for part in parts for name, value in part.items()}
     metrics["probe_sequences"] = metrics.pop("sequences")
     return finite(metrics)

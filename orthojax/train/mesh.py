@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.errors import UserError
-from orthojax.model import linear, plain_product
+from orthojax.model import LinearFunction, plain_product
 from orthojax.optim import Rotation, leaf_path, zero1
 from orthojax.train.optimizer import make_rotation
 
@@ -168,11 +168,15 @@ def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
     return zero1(rotation, shapes, shardings)
 
 
-@plain_product
-def linear_on_rows(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-    """Computes `orthojax.model.linear` with argument and result split by rows: kernels travel and activations stay.
+def on_rows(function: LinearFunction) -> LinearFunction:
+    """Returns a linear function with argument and result split by rows: kernels travel and activations stay.
 
     Without this, the compiler may gather activations, which are larger, instead of an `fsdp` part of a kernel.
     """
-    rows = PartitionSpec(*ROWS, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
-    return constrain(linear(constrain(x, rows), kernel, bias, path), rows)
+
+    @plain_product
+    def linear_on_rows(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
+        rows = PartitionSpec(*ROWS, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+        return constrain(function(constrain(x, rows), kernel, bias, path), rows)
+
+    return linear_on_rows

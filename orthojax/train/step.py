@@ -14,15 +14,16 @@ from jax.typing import DTypeLike
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.data import BigramBackcopy
 from orthojax.errors import UserError
-from orthojax.model import Interventions, Taps, Transformer, parameter_shapes, segment_positions
+from orthojax.model import Interventions, LinearFunction, Taps, Transformer, parameter_shapes, segment_positions
 from orthojax.ops import chunked_cross_entropy_sum_nats, cross_entropy_nats, positions_at_once
 from orthojax.optim import layout_of, state_shardings
+from orthojax.train.low_precision import training_linear
 from orthojax.train.mesh import (
     ROWS,
     constrain,
-    linear_on_rows,
     make_mesh,
     moment_shardings,
+    on_rows,
     parameter_shardings,
     traced_in_mesh,
 )
@@ -308,6 +309,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         packed=config.data.pack,
         drawn=None if task is None else (task, train.batch_size),
         gather_table=config.mesh.gather_table,
+        products=training_linear(train),
     )
 
 
@@ -325,9 +327,10 @@ def _build(
     packed: bool,
     drawn: tuple[BigramBackcopy, int] | None,
     gather_table: bool,
+    products: LinearFunction,
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
-    trained = model if mesh is None else Transformer(model_config, linear=linear_on_rows)
+    trained = Transformer(model_config, linear=products if mesh is None else on_rows(products))
     if mesh is None:
         optimizer, shardings = make_optimizer(optim, schedule=schedule), None
     else:
