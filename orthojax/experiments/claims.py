@@ -438,25 +438,32 @@ def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
 
 
-def equivalent(says: str, after: str, before: str, margin: float = 0.01, **more: Any) -> Claim:
+def equivalent(
+    says: str, after: str, before: str, margin: float = 0.01, beside: tuple[str, str] | None = None, **more: Any
+) -> Claim:
     """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
 
-    Definition: the 90% confidence interval of the mean of ln(after / before) lies within +-ln(1 + margin), so that each
-    of the tests has a level of 5%. Too few or too scattered seeds do not show equivalence.
+    Definition: the 90% confidence interval of the mean of ln(after / before), less that of the pair `beside` if it is
+    given, lies within +-ln(1 + margin), so that each of the tests has a level of 5%. Too few or too scattered seeds do
+    not show equivalence.
     """
 
-    def within(after: Result, before: Result) -> bool:
+    def changes(after: Result, before: Result) -> dict[int, float]:
+        return {seed: math.log(a / b) for seed, (a, b) in pairs(after, before, PPL).items()}
+
+    def within(after: Result, before: Result, *others: Result) -> bool:
         from scipy import stats  # here, because it takes a second to import
 
-        logs = [math.log(a / b) for a, b in pairs(after, before, PPL).values()]
+        change, other = changes(after, before), changes(*others) if others else {}
+        logs = [value - other.get(seed, 0.0) for seed, value in change.items() if not others or seed in other]
         if len(logs) < 2:
             return False
         low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.90) if np.ptp(logs) else (logs[0], logs[0])
         return bool(-math.log1p(margin) < low and high < math.log1p(margin))
 
-    within_margin = f"within {100 * margin:g}%"
-    words = f"90% interval of the change of perplexity from {before} to {after}, paired by seed, {within_margin}"
-    return Claim(says, check(within, after, before, words=words, shows=(PPL,)), **more)
+    of = f"perplexity from {before} to {after}" + (f" over that from {beside[1]} to {beside[0]}" if beside else "")
+    words = f"90% interval of the change of {of}, paired by seed, within {100 * margin:g}%"
+    return Claim(says, check(within, after, before, *(beside or ()), words=words, shows=(PPL,)), **more)
 
 
 def loses_less(setting: str, says: str, after: str, before: str, **more: Any) -> Claim:

@@ -126,6 +126,12 @@ def _runs(recipes: _Recipes) -> dict[str, Config]:
     }
 
 
+def recipes() -> dict[str, Config]:
+    """Returns the run of every recipe that is compared, by name."""
+    sinks = {f"{name}_sinks": (name, {"model.normalizer": "learned_sink"}) for name in _SINKS}
+    return _runs({**_RECIPES, **_PARTS, **sinks})
+
+
 def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Claim:
     def rho(of: Sequence[Result]) -> float:
         of = [result for result in of if result.seeds]
