@@ -29,8 +29,8 @@ class Recipe(NamedTuple):
     likelier, so that its mean is g. H mixes 16
     consecutive tokens of a row by a Hadamard matrix with random signs, the same in every layer and step, which spreads
     outliers and cancels in the product. FP8 has one scale a tensor, E4M3 forward and E5M2 for gradients, and none of
-    these. Derivatives pass through the rounding. The noise of s is a hash of the layer's name, the largest element of
-    g and the position: the same again on resuming and, where the sums of g are, on any mesh.
+    these. Derivatives pass through the rounding. The noise of s is a hash of the layer's name, the first bits of the
+    largest element of g, and the position: the same on resuming and, as good as always, on any mesh.
 
     Reference:
       Pretraining Large Language Models with NVFP4, `arXiv 2509.25149 <https://arxiv.org/abs/2509.25149>`_, 2025; of FP8
@@ -52,8 +52,9 @@ class Recipe(NamedTuple):
             return e5m2(g)
         if not self.stochastic:
             return self.rounded(g, axis)
-        largest = jnp.max(jnp.abs(g.astype(jnp.float32)))
-        bits = position_bits(jnp.uint32(key) ^ jax.lax.bitcast_convert_type(largest, jnp.uint32), g.shape)
+        largest = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(g.astype(jnp.float32))), jnp.uint32)
+        # Without its last bits, in which two meshes may differ.
+        bits = position_bits(jnp.uint32(key) ^ (largest >> 15), g.shape)
         noise = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
         return (nvfp4 if self.format == "nvfp4" else mxfp4)(g, axis, noise=noise)
 
@@ -90,7 +91,8 @@ def _backward(recipe: Recipe, key: int, kept: Any, g: jax.Array) -> tuple[jax.Ar
     x, kernel = kept
     of_x = kernel_product(recipe.gradient(g, -1, key), recipe.kernel(kernel, 1), contract=1)
     mixed, of_y = recipe.mixed(x), recipe.gradient(recipe.mixed(g), -2, ~key & 0xFFFFFFFF)
-    of_kernel = transposed_product(recipe.rounded(mixed, -2), of_y, preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    of_kernel = transposed_product(recipe.rounded(mixed, -2), of_y, preferred_element_type=wide)
     return of_x.astype(x.dtype), of_kernel.astype(kernel.dtype)
 
 
@@ -112,7 +114,7 @@ def _rounded_linear(recipe: Recipe) -> LinearFunction:
         if is_head(path) or path.rpartition("/")[2] == "router":
             return linear(x, kernel, bias, path)
         y: Any = low_precision_product(recipe, zlib.crc32(path.encode()), x, kernel)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     return rounded
 
