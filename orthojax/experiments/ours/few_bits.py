@@ -8,6 +8,7 @@ from orthojax.config import Config, OptimConfig, replace
 from orthojax.experiments import claims as c
 from orthojax.experiments.base import MAIN_MODEL
 from orthojax.experiments.claims import Claim
+from orthojax.experiments.measures import rounded
 from orthojax.experiments.study import Study
 from orthojax.ops.packing import Packing
 from orthojax.optim import scale_by_adam
@@ -50,7 +51,9 @@ FEW_BITS = Study(
     note="The main job's model with softmax. `int8` rounds both moments to the nearest, in blocks of 256, `int4` at "
     "random in blocks of 64, `naive4` to the nearest of 4 bits in blocks of 256. The scheme was chosen with seeds 101 "
     "and 102; criteria were committed before any run.",
-    columns=["perplexity kurtosis_first kurtosis_rest first_attention_fraction", c.lost(c.COARSE), c.WORST],
+    measures=(rounded("w4a4", ("w4a4",)),),
+    columns=["perplexity kurtosis_first kurtosis_rest first_attention_fraction",
+             c.lost(c.COARSE), c.lost("w4a4"), c.WORST],
     claims=[
         *(c.equivalent(f"8 bits cost {name} no perplexity.", f"{name}_int8", name, margin=0.005)
           for name in _OPTIMIZERS),
