@@ -182,6 +182,34 @@ def numbers(
     return figure
 
 
+def dots(panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]]) -> Figure:
+    """Draws a row for each name with a dot for each seed, and the text of their mean: title -> name -> (values, text).
+
+    The rows with the lowest mean of a panel, to 1%, are bold.
+    """
+    plt = _pyplot()
+    with plt.rc_context({**_STYLE, "axes.spines.left": False, "ytick.left": False}):
+        names = list(next(iter(panels.values())))
+        size = (1.75 * len(panels) + 1.9, 0.3 * len(names) + 0.9)
+        figure, grid = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+        for axes, (title, rows) in zip(grid.flat, panels.items(), strict=True):
+            means = {name: float(np.mean(values)) for name, (values, _) in rows.items()}
+            for at, name in enumerate(names):
+                best = means[name] <= 1.01 * min(means.values())
+                values, text = rows[name]
+                axes.plot(
+                    values, [at] * len(values), "o", color="#009E73" if best else "#0072B2", markersize=4, alpha=0.7
+                )
+                axes.annotate(text, (max(values), at), (6, -3), textcoords="offset points", fontsize=8,
+                              weight="bold" if best else "normal")  # fmt: skip
+            axes.set_title(_literal(title), loc="left")
+            axes.margins(x=0.35)
+            axes.grid(visible=False, axis="x")
+        grid[0, 0].set_yticks(range(len(names)), [_literal(name.replace("_", " ")) for name in names])
+        grid[0, 0].invert_yaxis()
+    return figure
+
+
 def scatter(
     points: Mapping[str, Sequence[tuple[float, float, str]]],
     *,

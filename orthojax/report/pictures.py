@@ -15,7 +15,7 @@ import numpy as np
 
 from orthojax.analysis.catalogue import chance, conditions
 from orthojax.formatting import percent
-from orthojax.report.figures import COLORS, DASHES, Curve, Look, Scale, bars, by_key, lines, numbers, scatter
+from orthojax.report.figures import COLORS, DASHES, Curve, Look, Scale, bars, by_key, dots, lines, numbers, scatter
 from orthojax.report.page import Picture
 from orthojax.report.results import Missing, Quantity, Result, Results, as_quantity, case_in
 from orthojax.report.tables import Quantities, quantities
@@ -196,6 +196,26 @@ class Bars:
         if self.scale == 1:
             _in_percent(figure.axes[0].yaxis, *metrics)
         return [Picture(self.name, self.caption, figure)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dots:
+    """Metrics side by side, words -> metric: a row for each variant with a dot for each seed and the mean."""
+
+    name: str
+    caption: str
+    metrics: Mapping[str, Quantity]
+
+    def __call__(self, results: Results) -> list[Picture]:
+        """Draws the picture."""
+        shown = [result for result in _shown(results, "") if _complete(result, *self.metrics.values())]
+        if not shown:
+            raise Missing(self.name)
+        panels = {
+            words: {result.name: (result.values(metric), metric.text(result[metric])) for result in shown}
+            for words, metric in self.metrics.items()
+        }
+        return [Picture(self.name, self.caption, dots(panels))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from orthojax.experiments.measures import FOUR_BIT, FOUR_BITS, Measure, Metrics,
 from orthojax.experiments.study import Study
 from orthojax.model import LoadedModel, Transformer, fold_embedding_projection
 from orthojax.report.page import Table
-from orthojax.report.pictures import LOSS, Bars, ByStep, Points
+from orthojax.report.pictures import LOSS, Bars, ByStep, Dots
 from orthojax.report.results import Missing, Result, Results
 from orthojax.report.tables import Columns, Paired
 from orthojax.train import Inputs, rounded_perplexities
@@ -167,8 +167,10 @@ _TABLES = [
 _PICTURES = [
     Bars("formats", "Perplexity lost at each format, in percent; linear up to 2%.", [c.lost(name) for name in FORMATS],
          y_label="%", scale=100, y_scale="symlog"),
-    Points("frontier", "The frontier: perplexity, and what 4 bits cost.", "perplexity", c.lost("w4a4")),
-    Points("frontier_nvfp4", "The same at nvfp4.", "perplexity", c.lost("nvfp4")),
+    Dots("decision", "Perplexity after rounding to each format. Each dot is a seed, numbers are means; green is within "
+         "1% of the lowest.", {"float": c.PPL} | {
+             words: Metric(f"perplexity_{name}") for words, name in
+             (("int8, coarse", c.COARSE), ("w4a4", "w4a4"), ("NVFP4", "nvfp4"), ("MXFP4", "mxfp4"))}),
 ]  # fmt: skip
 
 _SHARED: Any = {"seeds": (1, 2, 3), "measures": (ROUNDED,), "rounding": False, "tables": _TABLES,
