@@ -195,13 +195,12 @@ def dots(panels: Mapping[str, Mapping[str, tuple[Sequence[float], str]]]) -> Fig
         for axes, (title, rows) in zip(grid.flat, panels.items(), strict=True):
             means = {name: float(np.mean(values)) for name, (values, _) in rows.items()}
             for at, name in enumerate(names):
-                best = means[name] <= 1.01 * min(means.values())
                 values, text = rows[name]
-                axes.plot(
-                    values, [at] * len(values), "o", color="#009E73" if best else "#0072B2", markersize=4, alpha=0.7
-                )
-                axes.annotate(text, (max(values), at), (6, -3), textcoords="offset points", fontsize=8,
-                              weight="bold" if best else "normal")  # fmt: skip
+                best = means[name] <= 1.01 * min(means.values())
+                color, weight = (COLORS[2], "bold") if best else (COLORS[1], "normal")
+                axes.plot(values, [at] * len(values), "o", color=color, markersize=4, alpha=0.7)
+                place: Any = {"xytext": (6, -3), "textcoords": "offset points"}
+                axes.annotate(text, (max(values), at), **place, fontsize=8, weight=weight)
             axes.set_title(_literal(title), loc="left")
             axes.margins(x=0.35)
             axes.grid(visible=False, axis="x")
