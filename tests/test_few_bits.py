@@ -169,3 +169,59 @@ def test_a_mesh_has_the_same_bits(kind, dtype):
         differ = np.asarray(got) != np.asarray(wanted)
         assert differ.mean() < 1e-3  # fused differently, a value may fall on the other side of half a level
     assert other.inner.mu["wte"].codes.sharding.spec[0] == "fsdp"
+
+
+# What others do, written from their equations.
+
+
+def dynamic_map(bits, signed):
+    """Dynamic tree quantisation (arXiv 2110.02861): decades whose number of levels doubles up to the largest."""
+    decades, levels = bits - 1, [0.0, 1.0]
+    for i in range(decades):
+        edges = np.linspace(0.1, 1, 2**i * (1 if signed else 2) + 1)
+        levels += list((edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - decades + 1))
+    return np.sort(np.unique(np.array(levels + [-x for x in levels[2:]] * signed)))
+
+
+def to_levels(x, levels):
+    above = np.clip(np.searchsorted(levels, x), 1, len(levels) - 1)
+    low, high = levels[above - 1], levels[above]
+    return np.where(x - low <= high - x, low, high)
+
+
+def by_block(x, block, levels):
+    blocks = x.reshape(-1, block)
+    scale = np.abs(blocks).max(1, keepdims=True)
+    return (to_levels(blocks / scale, levels) * scale).reshape(x.shape)
+
+
+def by_rank_1(x, levels):
+    """Scales of rows and columns, the smaller of which counts (arXiv 2309.01507)."""
+    scale = np.minimum(x.max(1, keepdims=True), x.max(0, keepdims=True))
+    return to_levels(x / scale, levels) * scale
+
+
+def test_one_step_errs_less_than_published_schemes_unless_channels_stand_out():
+    rng = np.random.default_rng(0)
+
+    def errors(channels):
+        g = rng.standard_t(4, size=(40, 256, 512)) * channels
+        mu, nu = np.zeros((2, 256, 512))
+        for t in range(40):
+            mu, nu = 0.9 * mu + 0.1 * g[t], 0.999 * nu + 0.001 * g[t] ** 2
+        step = mu / np.sqrt(nu)
+
+        def error(mu, nu):
+            return np.linalg.norm(mu / (np.sqrt(nu) + 1e-12) - step) / np.linalg.norm(step)
+
+        ours = {bits: error(rounded(mu, bits, True), rounded(np.sqrt(nu), bits, False) ** 2) for bits in (4, 8)}
+        four = error(by_block(mu, 128, dynamic_map(4, True)), by_rank_1(nu, np.arange(1, 17) / 16))  # without 0
+        eight = error(by_block(mu, 256, dynamic_map(8, True)), by_block(nu, 256, dynamic_map(8, False)))
+        return ours, {4: four, 8: eight}
+
+    ours, theirs = errors(1.0)  # as after a rotation
+    assert ours[8] < 0.8 * theirs[8] < 0.015
+    assert ours[4] < 0.8 * theirs[4] < 0.2
+    ours, theirs = errors(np.exp(1.5 * rng.normal(size=(1, 512))))
+    assert ours[8] < 0.5 < 100 < theirs[8]  # a second moment of 0 divides
+    assert theirs[4] < 0.6 * ours[4]  # scales of columns are what a rotation does without
