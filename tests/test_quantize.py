@@ -201,6 +201,7 @@ def test_narrow_floats_are_the_formats_of_ml_dtypes(x64):
     np.testing.assert_allclose(e4m3(SPREAD, 1), reference_e4m3(SPREAD, largest), rtol=1e-14)
     np.testing.assert_array_equal(mxfp4(SPREAD), reference_mxfp4(SPREAD))
     np.testing.assert_array_equal(mxfp4(SPREAD.T, 0), reference_mxfp4(SPREAD).T)
+    np.testing.assert_array_equal(mxfp4(np.float32(SPREAD)), reference_mxfp4(np.float64(np.float32(SPREAD))))
     np.testing.assert_allclose(nvfp4(SPREAD), reference_nvfp4(SPREAD), rtol=1e-14)
     np.testing.assert_allclose(nvfp4(SPREAD.T, 0, (0, 1)), reference_nvfp4(SPREAD).T, rtol=1e-14)
     by_slice = np.stack([reference_nvfp4(row) for row in SPREAD])
