@@ -283,7 +283,7 @@ def test_models_of_two_shapes_are_no_series(models, tmp_path, monkeypatch):
     config.write_text(config.read_text().replace('"d_mlp": ', '"d_mlp": 1'))
     given = {"model": [str(tmp_path)], "checkpoints": True, "heads": ["0.0"], "stride": 0, "token_ids": "", "text": []}
     more = {"settings": [], "quick": True, "card": [], "length": 0}
-    monkeypatch.setattr(analyze, "FLAGS", SimpleNamespace(save=[], **given, **more))
+    monkeypatch.setattr(analyze, "FLAGS", SimpleNamespace(save=[], windows=[], sinks=[], **given, **more))
     with pytest.raises(UserError, match=r"models in .* differ: 1000, 2000"):
         analyze.main([])
 

@@ -148,10 +148,11 @@ def test_python_returns_the_card_that_the_command_writes(models, tmp_path, monke
         "batch": 8,
         "text": [],
     }
+    streamed = {"windows": [], "sinks": ["0"]}
     others = {"checkpoints": False, "stride": 0, "rows": 0, "knock_out": 0, "settings": [], "quantize_head": False}
     written = {"workdir": str(tmp_path), "card": [], "heads": ["0.0"], "attention_of": "", "compile_cache": ""}
     for command in (analyze, evaluate):
-        monkeypatch.setattr(command, "FLAGS", SimpleNamespace(save=[], **given, **others, **written))
+        monkeypatch.setattr(command, "FLAGS", SimpleNamespace(save=[], **streamed, **given, **others, **written))
     analyze.main([])
     with folder_of_one(tmp_path, "workdir"), pytest.raises(UserError, match="another process is working"):
         analyze.main([])

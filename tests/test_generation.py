@@ -16,8 +16,10 @@ from thinned import quick_and_slow
 
 from orthojax import Interventions
 from orthojax.config import Config, DataConfig, ModelConfig, RopeConfig
+from orthojax.errors import UserError
 from orthojax.model import LoadedModel, Transformer, init_cache, llama2
 from orthojax.model.generation import generate, sampling_logits, stream, stream_loss_nats
+from orthojax.train.evaluation import streamed_perplexities
 
 SMALL = {"vocab_size": 11, "max_length": 16, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_mlp": 12}
 T = 11
@@ -260,3 +262,16 @@ def test_window_positions_end_at_its_size():
     found = [stream_loss_nats(m, tokens, 5, 1) for m in (model, changed)]
     np.testing.assert_array_equal(*found)
     assert (found[0] != stream_loss_nats(changed, tokens, 6, 1)).any()
+
+
+def test_streaming_of_several_windows_is_that_of_each():
+    model = loaded(llama2("tiny", **SMALL, num_kv_heads=2))
+    rows = np.random.default_rng(5).integers(0, 11, (2, 25))
+    found = streamed_perplexities(model, rows, 2, [(8, 0), (8, 3)])
+    for of in found["grid"]:
+        losses = stream_loss_nats(model, rows, of["window"] - of["sinks"], of["sinks"])[:, 12:]
+        assert of["perplexity"] == pytest.approx(np.exp(losses.mean()), rel=1e-5)
+    assert streamed_perplexities(model, rows, 2, [(6, 2)])["grid"][0]["perplexity"] == found["perplexity_sinks"]
+    for wrong in ((4, 4), (25, 0)):
+        with pytest.raises(UserError, match=r"first tokens of \d+ in view"):
+            streamed_perplexities(model, rows, 2, [wrong])

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,6 +152,7 @@ def plan(
     quantize_head: bool = False,
     knock_out_rows: int = 0,
     sliding: tuple[np.ndarray, int] | None = None,
+    streamed: Sequence[tuple[int, int]] = (),
 ) -> Plan:
     """Returns the stages of `measure` in order.
 
@@ -163,6 +164,7 @@ def plan(
       quantize_head: Also round the output head.
       knock_out_rows: Number of rows on which every part is removed in turn.
       sliding: Tokens of a text, int32 [tokens], and how far apart windows over it begin.
+      streamed: Tokens in view and how many of them are the first of the row, for each streaming to add.
     """
     stages: Plan = {"statistics": (lambda: _statistics(loaded, inputs, errors=not quick), (quick,))}
     rounding, options = Rounding(loaded, inputs), {"quick": quick, "quantize_head": quantize_head}
@@ -178,8 +180,9 @@ def plan(
         tokens, T = sliding[0], inputs.evaluation.shape[1] - 1
         which = hashlib.sha256(tokens.tobytes()).hexdigest(), T, sliding[1]
         stages["sliding"] = lambda: {"loss_nats": sliding_loss_nats(loaded, tokens, T, sliding[1])}, which
-    if not quick:
-        stages["streaming"] = lambda: streamed_perplexities(loaded, inputs.evaluation[:_STREAMED_ROWS], SINKS), ()
+    if streamed or not quick:
+        rows = inputs.evaluation[:_STREAMED_ROWS]
+        stages["streaming"] = lambda: streamed_perplexities(loaded, rows, SINKS, streamed), tuple(streamed)
     return stages
 
 

@@ -201,6 +201,12 @@ def _tables(sections: Mapping[str, Any]) -> list[Table]:
         kinds = {"whole": "all tokens", "sinks": f"the first {SINKS} as well", "window": "only the latest"}
         entries = [(words, {"perplexity": streaming[f"perplexity_{kind}"]}) for kind, words in kinds.items()]
         tables += _table(caption, "in view", entries, [_column("perplexity")])
+        grid: dict[str, dict[str, float]] = {}
+        for of in streaming.get("grid", ()):
+            grid.setdefault(f"{of['window']}", {})[f"{of['sinks']} first"] = of["perplexity"]
+        columns = [_column(name) for name in dict.fromkeys(name for of in grid.values() for name in of)]
+        tables += _table("The same by tokens in view, and by how many of them are the first", "in view",
+                         list(grid.items()), columns) if grid else []  # fmt: skip
     return tables
 
 

@@ -53,6 +53,8 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "stride", 0, "Also measure perplexity on all of --text in windows of --length, this many apart.", lower_bound=0
     )
+    flags.DEFINE_list("windows", [], "Also read rows token by token with this many in view: 64,128, say.")
+    flags.DEFINE_list("sinks", ["0", "4"], "How many of --windows are the first tokens of the row, each in turn.")
     flags.DEFINE_integer("batch", 8, "Rows per batch; dynamic quantisation scales are taken per batch.", lower_bound=1)
     flags.DEFINE_bool("packed", False, "Let rows cross the ends of documents, with an end-of-text token after each.")
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; by default as the model was trained.")
@@ -133,6 +135,14 @@ def _heads() -> list[tuple[int, int]]:
     return [(int(match[1]), int(match[2])) for match in found if match]
 
 
+def _whole(flag: str) -> list[int]:
+    """Returns the numbers of a flag."""
+    given = getattr(FLAGS, flag)
+    if not all(number.isdecimal() for number in given):
+        raise UserError(f"--{flag}={','.join(given)}", allowed="whole numbers, separated by commas")
+    return list(map(int, given))
+
+
 def _tokenizer(loaded: Any) -> tuple[Any, bool]:
     """Returns the tokenizer that reads text for a model, and whether texts begin with BOS."""
     from orthojax.data import load_tokenizer
@@ -180,6 +190,7 @@ def _measure(name: str, path: str, workdir: Path, settings: Any) -> tuple[Any, d
     if FLAGS.stride:
         tokenizer, bos = _tokenizer(loaded)
         options["sliding"] = read_text(FLAGS.text, tokenizer, bos=bos), FLAGS.stride
+    options["streamed"] = [(window, first) for window in _whole("windows") for first in _whole("sinks")]
     plan = cards.plan(loaded, inputs, settings, knock_out_rows=FLAGS.knock_out, **options)
     folder = workdir / "stages" / name
     make_folder(folder, "folder of stages")
@@ -199,7 +210,8 @@ def main(_: list[str]) -> None:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
     in_series = FLAGS.checkpoints or re.fullmatch(r"[^=,]+@[^=,/]+(,[^=,/]+)+", FLAGS.model[0]) is not None
     models = series(FLAGS.model[0]) if in_series else cli.named_paths(FLAGS.model)
-    _heads()  # refused before any work
+    for check in (_heads, lambda: _whole("windows"), lambda: _whole("sinks")):
+        check()  # refused before any work
     for path in models.values():
         find_place(path)
     if FLAGS.stride and (FLAGS.token_ids or FLAGS.text == ["held_out"]):

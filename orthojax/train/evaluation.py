@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -319,21 +319,36 @@ def sliding_loss_nats(loaded: LoadedModel, tokens: np.ndarray, length: int, stri
     return total / count
 
 
-def streamed_perplexities(loaded: LoadedModel, rows: np.ndarray, sinks: int = 4) -> Metrics:
+def streamed_perplexities(
+    loaded: LoadedModel, rows: np.ndarray, sinks: int = 4, grid: Sequence[tuple[int, int]] = ()
+) -> dict[str, Any]:
     """Measures the second half of rows [B, T + 1], read token by token with a quarter of the row in view.
 
     Returns `window`, the tokens in view; `perplexity_window` with these alone, `perplexity_sinks` with the first
-    `sinks` tokens in place of the oldest, and `perplexity_whole` with all. Raises UserError for rows that are too
+    `sinks` tokens in place of the oldest, and `perplexity_whole` with all; with a `grid` of (tokens in view, how many
+    of them are the first) also `grid`, their perplexities on the same tokens. Raises UserError for rows that are too
     short.
     """
     T = rows.shape[1] - 1
     window = T // 4
     if window <= sinks:
         raise UserError(f"rows of {T} tokens are too short to stream", allowed=f"{8 * sinks} or more")
-    metrics = {"window": window}
-    for name, size, first in (("window", window, 0), ("sinks", window - sinks, sinks), ("whole", None, 0)):
-        losses = stream_loss_nats(loaded, rows, size, first)[:, 2 * window :]
-        metrics[f"perplexity_{name}"] = perplexity(float(losses.mean()))
+    tight = [(size, first) for size, first in grid if not first < size <= T]
+    if tight:
+        problem = ", ".join(f"{first} first tokens of {size} in view" for size, first in tight)
+        raise UserError(problem, allowed=f"fewer than are in view, and up to {T} in view, as many as a row has")
+
+    def streamed(size: int | None, first: int) -> float:
+        losses = stream_loss_nats(loaded, rows, None if size is None else size - first, first)[:, 2 * window :]
+        return perplexity(float(losses.mean()))
+
+    metrics: dict[str, Any] = {"window": window}
+    for name, size, first in (("window", window, 0), ("sinks", window, sinks), ("whole", None, 0)):
+        metrics[f"perplexity_{name}"] = streamed(size, first)
+    if grid:
+        metrics["grid"] = [
+            {"window": size, "sinks": first, "perplexity": streamed(size, first)} for size, first in grid
+        ]
     return metrics
 
 
