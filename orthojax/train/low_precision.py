@@ -30,7 +30,8 @@ class Recipe(NamedTuple):
     consecutive tokens of a row by a Hadamard matrix with random signs, the same in every layer and step, which spreads
     outliers and cancels in the product. FP8 has one scale a tensor, E4M3 forward and E5M2 for gradients, and none of
     these. Derivatives pass through the rounding. The noise of s is a hash of the layer's name, the first bits of the
-    largest element of g, and the position: the same on resuming and, as good as always, on any mesh.
+    largest element of g, and the position: the same on resuming and, as good as always, on any mesh,
+    but that accumulation over `data` alone rounds each device's part by itself.
 
     Reference:
       Pretraining Large Language Models with NVFP4, `arXiv 2509.25149 <https://arxiv.org/abs/2509.25149>`_, 2025; of FP8
