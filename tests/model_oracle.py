@@ -49,6 +49,9 @@ CONFIGS = {
         LLAMA2, d_head=6, num_kv_heads=2, block="sandwich_norm", qk_norm="head", mlp="geglu", tie_embeddings=True,
         scale_embeddings=True, logits_width=9, attention_soft_cap=1.5, final_soft_cap=3.0, attention_window=(None, 3),
         rope_local_theta=30.0, rope=LATENT_AND_EXPERTS.rope),
+    "multipliers": dataclasses.replace(
+        LLAMA2, scale_embeddings=True, embedding_multiplier=1.7, residual_multiplier=0.6, logits_multiplier=0.3,
+        final_soft_cap=5.0, num_kv_heads=2, use_bias=True),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "bigram-backcopy": bigram_backcopy(**SMALL, mlp=("linear", "relu"), normalizer="gelu"),
     "parts": dataclasses.replace(GPT2, normalizer="gelu", mlp=("relu", "none"), attention=(False, True)),
@@ -173,7 +176,8 @@ def _np_attention(config, x, p, given, layer):
     taps = {"attention_logits": logits, "attention_weights": weights, "keys": key, "values": value}
     head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, v.shape[-1], -1))
     norms = {"value_norms": written, "head_norms": head_outputs}
-    taps |= {"visible": visible[None]} | {name: np.linalg.norm(x, axis=-1) for name, x in norms.items()}
+    taps |= {"visible": visible[None]}
+    taps |= {name: config.residual_multiplier * np.linalg.norm(x, axis=-1) for name, x in norms.items()}
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
 
 
@@ -264,7 +268,8 @@ def numpy_forward(config, params, tokens, given=None):
     given = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), given)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = params["token_embedding"]["embedding"]
-    x = table[np.asarray(tokens)] * (math.sqrt(config.d_model) if config.scale_embeddings else 1.0)
+    scale = config.embedding_multiplier * (math.sqrt(config.d_model) if config.scale_embeddings else 1.0)
+    x = scale * table[np.asarray(tokens)]
     if config.embedding_projection:
         x = x @ params["embedding_output"]["kernel"]
     if config.position == "learned":
@@ -286,12 +291,12 @@ def numpy_forward(config, params, tokens, given=None):
             read = norms["attention"](x)
             attended, taps = _np_attention(config, read, p["attention"], given, layer)
         attended = (outputs.get("attention", same) if attends else same)(attended)
-        attended = _np_intervened(attended, given, layer, "attention")
+        attended = _np_intervened(config.residual_multiplier * attended, given, layer, "attention")
         middle = x + attended
         if kind != "none":
             mlp = _np_mlp(config, kind, norms["mlp"](middle), p["mlp"])
         mlp = (outputs.get("mlp", same) if kind != "none" else same)(mlp)
-        mlp = _np_intervened(mlp, given, layer, "mlp")
+        mlp = _np_intervened(config.residual_multiplier * mlp, given, layer, "mlp")
         x = _np_replaced(middle + mlp, given.residual, given.residual_share, layer)
         taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
         taps["residual_before"] = before_block
@@ -300,4 +305,4 @@ def numpy_forward(config, params, tokens, given=None):
     if config.embedding_projection:
         x = x @ params["head_input"]["kernel"]
     logits = x @ (table.T if config.tie_embeddings else params["head"]["kernel"])
-    return _np_capped(logits, config.final_soft_cap), layers
+    return _np_capped(config.logits_multiplier * logits, config.final_soft_cap), layers

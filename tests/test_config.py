@@ -101,6 +101,7 @@ BAD_OVERRIDES = [
     # ranges
     *(("model.d_model", value, "model.d_model=") for value in (0, -1)),
     *(("model.d_model", 130, "multiple of 4"), ("model.num_kv_heads", "3", "divisor of 4")),
+    *(("model.residual_multiplier", "0", "multiplier=0"), ("model.logits_multiplier", "nan", "nan")),
     *(("model.norm_eps", "0", "norm_eps=0"), ("model.rope_theta", "nan", "nan")),
     *(("optim.learning_rate", value, "learning_rate=") for value in ("0", "nan", "inf")),
     *(("optim.b1", "1", "b1=1"), ("optim.weight_decay", "-0.1", "-0.1"), ("optim.clip_norm", "0", "clip_norm=0")),

@@ -60,6 +60,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 
             "long_factor": [2.0, 3.0, 4.0, 5.0]}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+GRANITE = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.5, "logits_scaling": 3.7}
 # name: (model_type, fields of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2_SIZES),
@@ -139,8 +140,12 @@ CASES = {
     "seed_oss": ("seed_oss", GROUPED | {"head_dim": 12}),
     "seed_oss without biases": ("seed_oss", GROUPED | {
         "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    "granite": ("granite", GROUPED),
+    "granite, multipliers and biases": ("granite", GROUPED | GRANITE | {
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12,
+        "rope_parameters": LLAMA3}),
     "granite_swa": ("granite_swa", GROUPED | {
-        "sliding_window": 5, "layer_rope_theta": [100.0, 0, 100.0], "attention_multiplier": 0.5,
+        **GRANITE, "sliding_window": 5, "layer_rope_theta": [100.0, 0, 100.0],
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "pythia": ("gpt_neox", SMALL),
     "gpt_neox in series": ("gpt_neox", SMALL | {"use_parallel_residual": False, "rope_parameters": {

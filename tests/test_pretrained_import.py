@@ -77,6 +77,8 @@ KINDS = {
     "phi3": (llama2("tiny", **SMALL | {"max_length": 64}, num_kv_heads=1, attention_window=5, rope=RopeConfig(
         0.5, "longrope", 4.0, 16, mscale=2.5, short_factors=(1.5,), long_factors=(3.0,))), "phi3"),
     "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
+    "granite": (llama2("tiny", **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, logits_multiplier=1 / 49,
+                       logits_width=9), "granite"),
     "granite_swa": (llama2("tiny", **UNROLLED, d_head=6, normalizer="learned_sink", attention_window=(3, None),
                            rotary_layers=(True, False), use_bias="attention", logits_width=9), "granite_swa"),
     "olmo3": (llama2("tiny", **UNROLLED, qk_norm="all", block="output_norm", attention_window=(3, None)), "olmo3"),
@@ -344,6 +346,12 @@ ROPE_ERRORS = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),  # which other types do not read
 ]
 
+VALUES = [
+    ("granite", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
+    *(("granite", {"logits_scaling": value}, "logits_scaling") for value in (0, None, "8")),
+    ("granite", {"residual_multiplier": -0.2}, "residual_multiplier=-0.2"),
+]
+
 
 def write_into(folder, name):
     (folder / "file").write_text("kept")
@@ -362,7 +370,7 @@ def write_integers(folder):
 
 @refused(
     (read_damaged, DAMAGES),
-    (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS),
+    (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS + VALUES),
     (lambda _, rope: read_foreign_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | rope}), ROPE_ERRORS),
     (write_into, [(".", "is not empty"), ("file", "file")]),
     (write_integers, "integers"),

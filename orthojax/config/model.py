@@ -152,6 +152,7 @@ class ModelConfig:
         `output_norm`: x = x + norm(f(x)) (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) +
         mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x)))
         (Gemma 2, arXiv 2408.00118).
+      residual_multiplier: Factor of what attention and MLP add to the residual stream, after their norms (Granite).
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
       norm_eps: Added to the variance inside every norm.
       qk_norm: A norm on queries and keys before positions: per head over its channels, with one scale shared by all
@@ -179,8 +180,10 @@ class ModelConfig:
       experts: The mixture of the layers whose MLP is `experts`.
       tie_embeddings: Use the token embedding as the output head.
       scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
+      embedding_multiplier: Factor of token embeddings before the first layer, not in the head (Granite).
       embedding_projection: Learned d_model x d_model matrices, initially orthogonal, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` folds them in.
+      logits_multiplier: Factor of the logits of the next token, before their soft cap (Granite, Cohere).
       final_soft_cap: Soft cap on the logits of the next token (Gemma 2, arXiv 2408.00118).
       kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), regardless of depth.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
@@ -216,6 +219,7 @@ class ModelConfig:
     rope: RopeConfig | None = None
     # Norms and biases.
     block: Literal["pre_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
+    residual_multiplier: float = setting(1.0, POSITIVE)
     norm: Norm = "rmsnorm_single"
     norm_eps: float = setting(1e-5, POSITIVE)
     qk_norm: Literal["none", "head", "all"] = "none"
@@ -236,7 +240,9 @@ class ModelConfig:
     # Embeddings, head and the stream between them.
     tie_embeddings: bool = True
     scale_embeddings: bool = False
+    embedding_multiplier: float = setting(1.0, POSITIVE)
     embedding_projection: bool = False
+    logits_multiplier: float = setting(1.0, POSITIVE)
     final_soft_cap: float | None = setting(None, POSITIVE)
     # Initial values.
     kernel_init: Literal["normal", "uniform_fan_in"] = setting("normal", affects="start")

@@ -106,6 +106,11 @@ class Norm(nn.Module):
         return x
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiplies by a factor of the config; without one, programs stay as they are."""
+    return x if factor == 1.0 else x * factor
+
+
 def _swiglu_clamped(hidden: jax.Array, gate: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
     gate = jnp.minimum(gate, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(hidden, -limit, limit) + 1.0)

@@ -838,46 +838,68 @@ SMOLLM3 = Family(
 )  # fmt: skip
 
 
+# Granite: Llamas with factors.
+
+
 def _read_granite(foreign: Mapping[str, Any]) -> dict[str, Any]:
-    layers, scale = integer(foreign, "num_hidden_layers"), foreign.get("attention_multiplier", 1.0)
-    width = round(scale**-2) if isinstance(scale, int | float) and scale > 0 else 0
+    scale, divisor = foreign.get("attention_multiplier", 1.0), foreign.get("logits_scaling", 1.0)
+    width = round(scale**-2) if isinstance(scale, int | float) and scale > 1e-9 else 0
     require(
         width > 0 and abs(width**-0.5 - scale) < 1e-9, f"attention_multiplier={scale!r}", "1 / the root of an integer"
     )
-    thetas = foreign.get("layer_rope_theta")  # 0 for layers without rotary positions
-    if thetas is None:
-        return _read_biases(foreign) | {"logits_width": width}
-    fits = isinstance(thetas, list) and len(thetas) == layers and len({theta for theta in thetas if theta}) == 1
-    require(fits, f"layer_rope_theta={thetas} is not supported", "0 or one other number for each layer")
-    rotating = tuple(bool(theta) for theta in thetas)
-    fields = {"logits_width": width, "rope_theta": max(thetas), "rotary_layers": rotating}
-    return _read_biases(foreign) | fields | {"scan_layers": len(set(rotating)) == 1}
+    fits = isinstance(divisor, int | float) and 1e-9 < divisor < 1e9
+    require(fits, f"logits_scaling={divisor!r} is not supported", "a positive number")
+    return _read_biases(foreign) | {"logits_width": width, "logits_multiplier": 1.0 / divisor}
 
 
 def _write_granite(c: ModelConfig) -> dict[str, Any]:
+    scale = (c.logits_width or c.head_dim) ** -0.5
+    return _write_biases(c) | {"attention_multiplier": scale, "logits_scaling": 1.0 / c.logits_multiplier}
+
+
+_GRANITE_NAMES = frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "logits_scaling"})
+_GRANITE_FIELDS = _NO_BIASES | {name: Same(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")}
+GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    _LLAMA_BASE,
+    _GRANITE_FIELDS,
+    _LLAMA_WEIGHTS,
+    more=More(_GRANITE_NAMES, _read_granite, _write_granite),
+)
+
+
+def _read_granite_swa(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    fields, layers = _read_granite(foreign), integer(foreign, "num_hidden_layers")
+    thetas = foreign.get("layer_rope_theta")  # 0 for layers without rotary positions
+    if thetas is None:
+        return fields
+    fits = isinstance(thetas, list) and len(thetas) == layers and len({theta for theta in thetas if theta}) == 1
+    require(fits, f"layer_rope_theta={thetas} is not supported", "0 or one other number for each layer")
+    rotating = tuple(bool(theta) for theta in thetas)
+    fields |= {"rope_theta": max(thetas), "rotary_layers": rotating}
+    return fields | {"scan_layers": len(set(rotating)) == 1}
+
+
+def _write_granite_swa(c: ModelConfig) -> dict[str, Any]:
     thetas = [c.rope_theta if c.layer_rotates(layer) else 0 for layer in range(c.num_layers)]
-    return _write_biases(c) | {
-        "attention_multiplier": (c.logits_width or c.head_dim) ** -0.5,
-        "layer_rope_theta": thetas,
-    }
+    return _write_granite(c) | {"layer_rope_theta": thetas}
 
 
 GRANITE_SWA = Family(
     "granite_swa",
     "GraniteSWAForCausalLM",
     _LLAMA_BASE | {"normalizer": "learned_sink"},
-    _NO_BIASES | {
+    _GRANITE_FIELDS | {
         "num_key_value_heads": Same("num_kv_heads", 4),
         "rms_norm_eps": Same("norm_eps", 1e-5),
         "sliding_window": Same("attention_window", 128),
         "tie_word_embeddings": Same("tie_embeddings", True),
-        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), Only((1.0,))),
     },
     [*_LLAMA_WEIGHTS, _SINKS],
     windowed=lambda foreign, layer: layer % 4 != 0,
-    more=More(frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "layer_rope_theta"}), _read_granite,
-              _write_granite),
+    more=More(_GRANITE_NAMES | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
