@@ -49,8 +49,9 @@ CONFIGS = {
         LLAMA2, d_head=6, num_kv_heads=2, block="sandwich_norm", qk_norm="head", mlp="geglu", tie_embeddings=True,
         scale_embeddings=True, logits_width=9, attention_soft_cap=1.5, final_soft_cap=3.0, attention_window=(None, 3),
         rope_local_theta=30.0, rope=LATENT_AND_EXPERTS.rope),
-    "multipliers": dataclasses.replace(
-        LLAMA2, scale_embeddings=True, embedding_multiplier=1.7, residual_multiplier=0.6, logits_multiplier=0.3,
+    "multipliers and one norm": dataclasses.replace(
+        LLAMA2, block="parallel_one_norm", norm="layernorm", attention=(True, False),
+        scale_embeddings=True, embedding_multiplier=1.7, residual_multiplier=0.6, logits_multiplier=0.3,
         final_soft_cap=5.0, num_kv_heads=2, use_bias=True),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "bigram-backcopy": bigram_backcopy(**SMALL, mlp=("linear", "relu"), normalizer="gelu"),
@@ -294,7 +295,8 @@ def numpy_forward(config, params, tokens, given=None):
         attended = _np_intervened(config.residual_multiplier * attended, given, layer, "attention")
         middle = x + attended
         if kind != "none":
-            mlp = _np_mlp(config, kind, norms["mlp"](middle), p["mlp"])
+            one_norm = config.block == "parallel_one_norm"
+            mlp = _np_mlp(config, kind, norms["attention"](x) if one_norm else norms["mlp"](middle), p["mlp"])
         mlp = (outputs.get("mlp", same) if kind != "none" else same)(mlp)
         mlp = _np_intervened(config.residual_multiplier * mlp, given, layer, "mlp")
         x = _np_replaced(middle + mlp, given.residual, given.residual_share, layer)

@@ -61,6 +61,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
 GPT2_SIZES = {"vocab_size": V, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 GRANITE = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.5, "logits_scaling": 3.7}
+COHERE2 = PHI3 | {"sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.25}
 # name: (model_type, fields of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2_SIZES),
@@ -144,6 +145,10 @@ CASES = {
     "granite, multipliers and biases": ("granite", GROUPED | GRANITE | {
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12,
         "rope_parameters": LLAMA3}),
+    "cohere2": ("cohere2", COHERE2),
+    "cohere2, some layers without windows, biases": ("cohere2", COHERE2 | {
+        "head_dim": 12, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 0.7, "rope_theta": 100.0,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
     "granite_swa": ("granite_swa", GROUPED | {
         **GRANITE, "sliding_window": 5, "layer_rope_theta": [100.0, 0, 100.0],
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),

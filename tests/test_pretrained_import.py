@@ -77,6 +77,11 @@ KINDS = {
     "phi3": (llama2("tiny", **SMALL | {"max_length": 64}, num_kv_heads=1, attention_window=5, rope=RopeConfig(
         0.5, "longrope", 4.0, 16, mscale=2.5, short_factors=(1.5,), long_factors=(3.0,))), "phi3"),
     "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
+    "cohere2": (llama2("tiny", **UNROLLED, d_head=6, num_kv_heads=2, block="parallel_one_norm", norm="layernorm",
+                       attention_window=(3, None), rotary_layers=(True, False), use_bias="attention",
+                       logits_multiplier=0.3), "cohere2"),
+    "cohere2 with positions elsewhere": (llama2(
+        "tiny", **UNROLLED, block="parallel_one_norm", norm="layernorm", attention_window=(3, None)), "orthojax"),
     "granite": (llama2("tiny", **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, logits_multiplier=1 / 49,
                        logits_width=9), "granite"),
     "granite_swa": (llama2("tiny", **UNROLLED, d_head=6, normalizer="learned_sink", attention_window=(3, None),
@@ -347,10 +352,13 @@ ROPE_ERRORS = [
 ]
 
 VALUES = [
+    *(("cohere2", {name: value}, name) for name, value in (
+        ("sliding_window", None), ("layer_switch", 3), ("use_qk_norm", True), ("layer_types", SLIDING[:1]),
+        ("layer_types", ["chunked_attention"] * 2), ("position_embedding_type", "rope"))),
     ("granite", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
     *(("granite", {"logits_scaling": value}, "logits_scaling") for value in (0, None, "8")),
     ("granite", {"residual_multiplier": -0.2}, "residual_multiplier=-0.2"),
-]
+]  # fmt: skip
 
 
 def write_into(folder, name):

@@ -150,7 +150,8 @@ class ModelConfig:
         stretching.
       block: Placement of norms, besides a final one, and order of the parts. `pre_norm`: x = x + f(norm(x)).
         `output_norm`: x = x + norm(f(x)) (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) +
-        mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x)))
+        mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745). `parallel_one_norm` has one norm, which is
+        called that of attention, for both (GPT-J, Cohere). `sandwich_norm`: x = x + norm(f(norm(x)))
         (Gemma 2, arXiv 2408.00118).
       residual_multiplier: Factor of what attention and MLP add to the residual stream, after their norms (Granite).
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
@@ -218,7 +219,7 @@ class ModelConfig:
     rotary_layers: bool | tuple[bool, ...] = True
     rope: RopeConfig | None = None
     # Norms and biases.
-    block: Literal["pre_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
+    block: Literal["pre_norm", "output_norm", "parallel", "parallel_one_norm", "sandwich_norm"] = "pre_norm"
     residual_multiplier: float = setting(1.0, POSITIVE)
     norm: Norm = "rmsnorm_single"
     norm_eps: float = setting(1e-5, POSITIVE)

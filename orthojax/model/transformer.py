@@ -58,8 +58,9 @@ class Block(nn.Module):
         residual_before = x
         cached = None if kept is None or slots is None else CachedLayer(*kept, slots)
         attention_output = mlp_output = jnp.zeros_like(x)
-        if c.layer_attention(self.layer):
-            read = self._normed(x, "attention", "input")
+        one_norm, attends = c.block == "parallel_one_norm", c.layer_attention(self.layer)
+        read = self._normed(x, "attention", "input") if attends or one_norm else x
+        if attends:
             attend = (Attention if c.latent is None else LatentAttention)(
                 c, self.linear, self.round_kv, self.layer, name="attention"
             )
@@ -72,7 +73,8 @@ class Block(nn.Module):
         post_attention = x + attention_output
         kind = c.layer_mlp(self.layer)
         if kind != "none":
-            read = self._normed(x if c.block == "parallel" else post_attention, "mlp", "input")
+            if not one_norm:
+                read = self._normed(x if c.block == "parallel" else post_attention, "mlp", "input")
             if kind == "experts":
                 mlp_output = Experts(c, self.linear, name="mlp")(read)
             else:

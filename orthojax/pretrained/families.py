@@ -838,6 +838,61 @@ SMOLLM3 = Family(
 )  # fmt: skip
 
 
+# Rotary positions of neighbouring channels, as if they were halves; channels that are not rotated come last.
+
+
+def _reordered(x: np.ndarray, c: ModelConfig, how: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
+    heads = x.reshape(-1, c.head_dim, *x.shape[1:])
+    turned, rest = np.split(heads, [c.rotary_channels], axis=1)
+    turned = how(turned.reshape(-1, *x.shape[1:]), len(heads)).reshape(turned.shape)
+    return np.concatenate([turned, rest], axis=1).reshape(x.shape)
+
+
+_PAIRED = Transform(lambda x, c: (_reordered(x, c, unpair).T,), lambda x, c: _reordered(x[0].T, c, pair))
+_PAIRED_ATTENTION = [
+    row._replace(how=_PAIRED) if row.here[0].startswith((_HERE + "query/", _HERE + "key/")) else row
+    for row in _ATTENTION
+]
+
+
+def _slides(foreign: Mapping[str, Any], layer: int) -> bool:
+    kinds = foreign.get("layer_types")
+    if isinstance(kinds, list):
+        return layer < len(kinds) and kinds[layer] == "sliding_attention"
+    return (layer + 1) % max(integer(foreign, "sliding_window_pattern", 4), 1) != 0
+
+
+def _read_cohere(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    switch, pattern = foreign.get("layer_switch"), integer(foreign, "sliding_window_pattern", 4)
+    require(switch in (None, pattern), f"layer_switch={switch} is not supported", f"{pattern}")
+    require(foreign.get("sliding_window", ...) is not None, "sliding_window=None is not supported", "an integer")
+    layers = tuple(_slides(foreign, layer) for layer in range(min(integer(foreign, "num_hidden_layers"), 2**12)))
+    return {"rotary_layers": layers, "scan_layers": len(set(layers)) == 1}
+
+
+COHERE2 = Family(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    _LLAMA_BASE | {"norm": "layernorm", "block": "parallel_one_norm"},
+    {name: row for name, row in (_LLAMA_FIELDS | _BIASED).items() if name != "rms_norm_eps"} | {
+        "max_position_embeddings": Same("max_length", 8192),
+        "layer_norm_eps": Same("norm_eps", 1e-5),
+        "logit_scale": Same("logits_multiplier", 0.0625),
+        "sliding_window": Same("attention_window", 4096),
+        "tie_word_embeddings": Same("tie_embeddings", True),
+        # What published configs say beside what transformers reads.
+        "order_of_interleaved_layers": Only(("local_attn_first",)),
+        "position_embedding_type": Only(("rope_gptj",)),
+        "use_qk_norm": Only((False,)),
+        **dict.fromkeys(("use_gated_activation", "use_parallel_block"), Only((True,))),
+        **dict.fromkeys(("use_embedding_sharing", "use_parallel_embedding"), Only((True, False))),
+    },
+    [*_ENDS, *_PAIRED_ATTENTION, *_GATED, *norm_rows("layers.{}.input_layernorm", "layers/attention_norm")],
+    windowed=_slides,  # these layers have rotary positions, and no others
+    more=More(frozenset({"layer_switch"}), _read_cohere, lambda c: {}),
+)  # fmt: skip
+
+
 # Granite: Llamas with factors.
 
 
@@ -901,5 +956,5 @@ GRANITE_SWA = Family(
     more=More(_GRANITE_NAMES | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, COHERE2, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

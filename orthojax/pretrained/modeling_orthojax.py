@@ -166,9 +166,13 @@ class Block(nn.Module):
         self.mlp = None if kind == "none" else Feedforward(c, kind)
         for part in (part for part in ("attention", "mlp") if getattr(self, part) is not None):
             for name in ("norm", "output_norm") if c["block"] == "sandwich_norm" else ("norm",):
-                setattr(self, f"{part}_{name}", Norm(c, c["d_model"]))
+                setattr(self, f"{self.normed(part)}_{name}", Norm(c, c["d_model"]))
+
+    def normed(self, part):
+        return "attention" if self.placement == "parallel_one_norm" else part
 
     def read(self, x, part):
+        part = self.normed(part)
         return x if self.placement == "output_norm" else getattr(self, f"{part}_norm")(x)
 
     def written(self, y, part):
@@ -181,7 +185,8 @@ class Block(nn.Module):
             y, weights = self.attention(self.read(x, "attention"), *given)
             x = x + self.written(y, "attention")
         if self.mlp is not None:
-            x = x + self.written(self.mlp(self.read(before if self.placement == "parallel" else x, "mlp")), "mlp")
+            read = self.read(before if self.placement.startswith("parallel") else x, "mlp")
+            x = x + self.written(self.mlp(read), "mlp")
         return x, weights
 
 
