@@ -141,6 +141,10 @@ CASES = {
     "seed_oss": ("seed_oss", GROUPED | {"head_dim": 12}),
     "seed_oss without biases": ("seed_oss", GROUPED | {
         "head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm4": ("glm4", GROUPED | {"head_dim": 12, "pad_token_id": 0}),
+    "glm4, no biases, yarn": ("glm4", SMALL | {
+        "head_dim": 8, "num_key_value_heads": 1, "pad_token_id": 0, "attention_bias": False, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "rope_parameters": YARN | {"factor": 4.0, "partial_rotary_factor": 0.75}}),
     "granite": ("granite", GROUPED),
     "granite, multipliers and biases": ("granite", GROUPED | GRANITE | {
         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12,

@@ -82,6 +82,8 @@ KINDS = {
                        logits_multiplier=0.3), "cohere2"),
     "cohere2 with positions elsewhere": (llama2(
         "tiny", **UNROLLED, block="parallel_one_norm", norm="layernorm", attention_window=(3, None)), "orthojax"),
+    "glm4": (llama2("tiny", **SMALL, d_head=6, num_kv_heads=2, block="sandwich_norm", use_bias="qkv",
+                    rope=RopeConfig(2 / 3)), "glm4"),
     "granite": (llama2("tiny", **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, logits_multiplier=1 / 49,
                        logits_width=9), "granite"),
     "granite_swa": (llama2("tiny", **UNROLLED, d_head=6, normalizer="learned_sink", attention_window=(3, None),
@@ -355,6 +357,8 @@ VALUES = [
     *(("cohere2", {name: value}, name) for name, value in (
         ("sliding_window", None), ("layer_switch", 3), ("use_qk_norm", True), ("layer_types", SLIDING[:1]),
         ("layer_types", ["chunked_attention"] * 2), ("position_embedding_type", "rope"))),
+    *(("glm4", {name: value}, str(value)) for name, value in (
+        ("attention_bias", "all"), ("sliding_window", 7), ("hidden_act", "gelu"), ("partial_rotary_factor", "half"))),
     ("granite", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
     *(("granite", {"logits_scaling": value}, "logits_scaling") for value in (0, None, "8")),
     ("granite", {"residual_multiplier": -0.2}, "residual_multiplier=-0.2"),

@@ -200,6 +200,7 @@ _LLAMA_FIELDS = _SIZES | {
 }
 _UNCLIPPED = {"clip_qkv": Only((None,))}
 _BIASED = {"attention_bias": Choice("use_bias", {False: False, True: "attention"}, False)}
+_QKV_BIASED = Choice("use_bias", {True: "qkv", False: False}, True)
 _LLAMA_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
 _ACTIVATIONS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
 _ACTIVATIONS |= {"gelu": "gelu_exact", "relu": "relu"}
@@ -383,7 +384,7 @@ SEED_OSS = Family(
     "SeedOssForCausalLM",
     _LLAMA_BASE,
     _LLAMA_FIELDS | {
-        "attention_bias": Choice("use_bias", {True: "qkv", False: False}, True),
+        "attention_bias": _QKV_BIASED,
         "attention_out_bias": Only((False,)),
         "head_dim": Same("d_head", 128),
         "num_key_value_heads": Same("num_kv_heads", 8),
@@ -785,6 +786,10 @@ def _write_rows(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
 
 _FUSED = Transform(_read_qkv, _write_rows)
 _HALVES = Transform(lambda x, c: [part.T for part in np.split(x, 2)], _write_rows)
+_FUSED_GATED = [
+    Weight("layers.{}.mlp.gate_up_proj.weight", ("layers/mlp/gate/kernel", "layers/mlp/input/kernel"), _HALVES),
+    *dense_rows("layers.{}.mlp.down_proj", "layers/mlp/output"),
+]
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -795,8 +800,7 @@ PHI3 = Family(
         *_NORMS,
         Weight(_THERE + "qkv_proj.weight", [f"{_HERE}{part}/kernel" for part in QKV], _FUSED),
         Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
-        Weight("layers.{}.mlp.gate_up_proj.weight", ("layers/mlp/gate/kernel", "layers/mlp/input/kernel"), _HALVES),
-        *dense_rows("layers.{}.mlp.down_proj", "layers/mlp/output"),
+        *_FUSED_GATED,
     ],
     rotary_fraction=1.0,
 )
@@ -893,6 +897,29 @@ COHERE2 = Family(
 )  # fmt: skip
 
 
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    _LLAMA_BASE | {"block": "sandwich_norm"},
+    _LLAMA_FIELDS | {
+        "attention_bias": _QKV_BIASED,
+        "head_dim": Same("d_head", 128),
+        "max_position_embeddings": Same("max_length", 131_072),
+        "num_key_value_heads": Same("num_kv_heads", 2),
+        "rms_norm_eps": Same("norm_eps", 1.5625e-7),
+    },
+    [
+        *_ENDS,
+        *_PAIRED_ATTENTION,
+        *_FUSED_GATED,
+        *_NORMS,
+        *norm_rows("layers.{}.post_self_attn_layernorm", "layers/attention_output_norm"),
+        *norm_rows("layers.{}.post_mlp_layernorm", "layers/mlp_output_norm"),
+    ],
+    rotary_fraction=0.5,
+)  # fmt: skip
+
+
 # Granite: Llamas with factors.
 
 
@@ -956,5 +983,5 @@ GRANITE_SWA = Family(
     more=More(_GRANITE_NAMES | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, COHERE2, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, COHERE2, GLM4, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
