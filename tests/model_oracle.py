@@ -44,7 +44,8 @@ CONFIGS = {
     "gpt-oss": dataclasses.replace(
         LLAMA2, d_head=6, num_kv_heads=1, norm="rmsnorm", normalizer="learned_sink", use_bias="attention",
         attention_window=(3, None), mlp=("swiglu_clamped", "experts"),
-        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True)),
+        experts=ExpertsConfig(6, 3, num_shared=1, d_shared=7, gate_shared=True, d_expert=5, normalize=True,
+                              mlp="swiglu_clamped", use_bias=True)),
     "gemma": dataclasses.replace(
         LLAMA2, d_head=6, num_kv_heads=2, block="sandwich_norm", qk_norm="head", mlp="geglu", tie_embeddings=True,
         scale_embeddings=True, logits_width=9, attention_soft_cap=1.5, final_soft_cap=3.0, attention_window=(None, 3),
@@ -213,7 +214,8 @@ def _np_experts(config, x, p):
             bias = p["bias"][expert] if of.use_bias else 0.0
             y[t] += of.scale * scores[expert] * (_np_mlp(config, of.mlp, token, own) + bias)
     y = y + p["experts"]["output"].get("bias", 0.0)
-    return y + _np_mlp(config, of.mlp, x, p["shared"]) if of.num_shared else y
+    gate = 1.0 / (1.0 + np.exp(-_np_linear(x, p["shared_gate"]))) if of.gate_shared else 1.0
+    return y + gate * _np_mlp(config, of.mlp, x, p["shared"]) if of.num_shared else y
 
 
 def _np_gelu(x):

@@ -54,6 +54,7 @@ GEMMA2 = GROUPED | {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window
                     "final_logit_softcapping": 3.0}  # fmt: skip
 GEMMA3 = {name: value for name, value in GEMMA2.items() if "softcapping" not in name} | {"sliding_window_pattern": 2}
 QWEN3_MOE = GROUPED | {"head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 20}
 PHI3 = GROUPED | {"pad_token_id": 0}
 SMOLLM3 = PHI3 | {"no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -104,6 +105,10 @@ CASES = {
         "final_logit_softcapping": 2.0, "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2_moe, every switch": ("qwen2_moe", QWEN2_MOE | {
+        "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False, "use_sliding_window": True,
+        "sliding_window": 5, "max_window_layers": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_moe, some layers dense, normalised": ("qwen3_moe", QWEN3_MOE | {
         "norm_topk_prob": True, "decoder_sparse_step": 2, "attention_bias": True, "use_sliding_window": True,

@@ -70,6 +70,10 @@ KINDS = {
     "all biases": (llama2("tiny", **SMALL, use_bias=True), "llama"),
     "qwen3": (llama2("tiny", **SMALL, num_kv_heads=2, qk_norm="head", d_head=6), "qwen3"),
     "olmo2": (llama2("tiny", **SMALL, num_kv_heads=2, qk_norm="all", block="output_norm"), "olmo2"),
+    "qwen2 moe": (llama2("tiny", **UNROLLED, mlp=("swiglu", "experts"), use_bias="qkv", attention_window=(3, None),
+                         experts=ExpertsConfig(4, num_shared=3, gate_shared=True, d_expert=5)), "qwen2_moe"),
+    "qwen2 moe without a shared expert": (llama2(
+        "tiny", **UNROLLED, mlp="experts", use_bias="qkv", experts=ExpertsConfig(4, d_expert=5)), "orthojax"),
     "qwen3 moe": (llama2("tiny", **UNROLLED, qk_norm="head", mlp=("swiglu", "experts"), use_bias="attention",
                          experts=ExpertsConfig(4, d_expert=5, normalize=True)), "qwen3_moe"),
     "mixtral": (llama2("tiny", **SMALL, mlp="experts", experts=ExpertsConfig(4, normalize=True)), "mixtral"),
@@ -359,6 +363,7 @@ VALUES = [
         ("layer_types", ["chunked_attention"] * 2), ("position_embedding_type", "rope"))),
     *(("glm4", {name: value}, str(value)) for name, value in (
         ("attention_bias", "all"), ("sliding_window", 7), ("hidden_act", "gelu"), ("partial_rotary_factor", "half"))),
+    *(("qwen2_moe", {name: value}, name) for name, value in (("decoder_sparse_step", 0), ("qkv_bias", "all"))),
     ("granite", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
     *(("granite", {"logits_scaling": value}, "logits_scaling") for value in (0, None, "8")),
     ("granite", {"residual_multiplier": -0.2}, "residual_multiplier=-0.2"),

@@ -93,6 +93,8 @@ class ExpertsConfig:
       num_experts: Routed experts.
       per_token: Experts chosen for each token: those with the largest router probabilities.
       num_shared: Experts applied to every token.
+      d_shared: Hidden width of one shared expert; None means that of the others.
+      gate_shared: Multiply what these write by sigmoid(w . x) of their input x (Qwen2-MoE, arXiv 2407.10671).
       d_expert: Hidden width of one expert; None means d_mlp.
       groups: Groups of routed experts; a token chooses from those with the likeliest experts.
       groups_per_token: How many groups a token chooses from.
@@ -105,6 +107,8 @@ class ExpertsConfig:
     num_experts: int = setting(8, POSITIVE)
     per_token: int = setting(2, POSITIVE)
     num_shared: int = setting(0, NOT_NEGATIVE)
+    d_shared: int | None = setting(None, POSITIVE)
+    gate_shared: bool = False
     d_expert: int | None = setting(None, POSITIVE)
     groups: int = setting(1, POSITIVE)
     groups_per_token: int = setting(1, POSITIVE)
@@ -124,6 +128,7 @@ class ExpertsConfig:
              f"a divisor of model.experts.num_experts={experts}, of which a token has all or fewer"),
             (self.per_token <= choice, f"per_token={self.per_token}",
              f"up to the {choice} experts that a token chooses from"),
+            (self.num_shared > 0 or not self.gate_shared, "gate_shared without model.experts.num_shared", "false"),
         ]  # fmt: skip
 
 

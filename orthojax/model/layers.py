@@ -187,7 +187,8 @@ class Experts(Part):
             bias = self.param("bias", nn.initializers.zeros, (of.num_experts, c.d_model), jnp.float32)
             y += (weights @ bias).astype(y.dtype)
         if of.num_shared:
-            y += Feedforward(c, self.linear, of.mlp, of.num_shared * width, name="shared")(x)
+            shared = Feedforward(c, self.linear, of.mlp, of.num_shared * (of.d_shared or width), name="shared")(x)
+            y += shared * jax.nn.sigmoid(self.dense("shared_gate", 1, use_bias=False)(x)) if of.gate_shared else shared
         return y
 
 

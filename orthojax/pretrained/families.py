@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orthojax.config import ModelConfig, require
+from orthojax.config import ExpertsConfig, ModelConfig, require
 from orthojax.errors import UserError
 
 # Config fields.
@@ -217,11 +217,13 @@ _ATTENTION = [
 ]
 
 
-def _expert_rows(there: str, names: Mapping[str, str]) -> list[Weight]:
+def _expert_rows(there: str, names: Mapping[str, str], shared: str | None = None) -> list[Weight]:
     return [
         Weight(f"layers.{{}}.{there}.gate.weight", ("layers/mlp/router/kernel",), TRANSPOSED),
         *(Weight(f"layers.{{}}.{there}.experts.{{expert}}.{name}.weight", (f"layers/mlp/experts/{here}/kernel",),
                  TRANSPOSED, -2 if here == "output" else -1) for name, here in names.items()),
+        *(Weight(f"layers.{{}}.{there}.{shared}.{name}.weight", (f"layers/mlp/shared/{here}/kernel",), TRANSPOSED)
+          for name, here in names.items() if shared),
     ]  # fmt: skip
 
 
@@ -566,9 +568,7 @@ DEEPSEEK_V2 = Family(
         Weight(_THERE + "kv_b_proj.weight", (_HERE + "key/kernel", _HERE + "value/kernel"), _KEY_VALUE),
         Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
         *_GATED,
-        *_expert_rows("mlp", _PROJECTIONS),
-        *(Weight(f"layers.{{}}.mlp.shared_experts.{there}.weight", (f"layers/mlp/shared/{here}/kernel",), TRANSPOSED)
-          for there, here in _PROJECTIONS.items()),
+        *_expert_rows("mlp", _PROJECTIONS, "shared_experts"),
     ],
     mscales=True,
     more=More(frozenset(_NAMES), _read, _write),
@@ -713,11 +713,11 @@ GEMMA3_IMAGES = dataclasses.replace(
 # Mixtures of experts with one tensor for each expert.
 
 
-def _read_kinds(foreign: Mapping[str, Any]) -> dict[str, Any]:
+def _read_kinds(foreign: Mapping[str, Any], count: int = 128) -> dict[str, Any]:
     layers, step = integer(foreign, "num_hidden_layers"), integer(foreign, "decoder_sparse_step", 1)
     dense = foreign.get("mlp_only_layers") or []
     # The second is that of transformers 5.
-    experts = integer(foreign, "num_experts", integer(foreign, "num_local_experts", 128))
+    experts = integer(foreign, "num_experts", integer(foreign, "num_local_experts", count))
     problem = f"mlp_only_layers={dense}, decoder_sparse_step={step} is not supported"
     require(isinstance(dense, list) and step > 0, problem, "a list of layers, and 1 or more")
     sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(min(layers, 2**12)))
@@ -745,6 +745,34 @@ QWEN3_MOE = Family(
     [*_LLAMA_WEIGHTS, *_expert_rows("mlp", _PROJECTIONS)],
     window_switch=True,
     more=More(_KIND_NAMES, _read_kinds, _write_kinds),
+)  # fmt: skip
+
+
+def _write_shared(c: ModelConfig) -> dict[str, Any]:
+    of = c.experts or ExpertsConfig()
+    width = of.num_shared * (of.d_shared or of.d_expert or c.d_mlp)
+    return _write_kinds(c) | {"shared_expert_intermediate_size": width}
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    _LLAMA_BASE | {"experts.num_shared": 1, "experts.gate_shared": True},
+    _WINDOWED | {
+        "qkv_bias": _QKV_BIASED,
+        "num_experts_per_tok": Same("experts.per_token", 4),
+        "moe_intermediate_size": Same("experts.d_expert", 1408),
+        "shared_expert_intermediate_size": Same("experts.d_shared", 5632),
+        "norm_topk_prob": Same("experts.normalize", False),
+    },
+    [
+        *_LLAMA_WEIGHTS,
+        *_expert_rows("mlp", _PROJECTIONS, "shared_expert"),
+        Weight("layers.{}.mlp.shared_expert_gate.weight", ("layers/mlp/shared_gate/kernel",), TRANSPOSED),
+    ],
+    window_switch=True,
+    windowed=lambda foreign, layer: layer % 2 == 0 and not _is_late(foreign, layer),
+    more=More(_KIND_NAMES, lambda foreign: _read_kinds(foreign, 60), _write_shared),
 )  # fmt: skip
 MIXTRAL = Family(
     "mixtral",
@@ -983,5 +1011,6 @@ GRANITE_SWA = Family(
     more=More(_GRANITE_NAMES | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, COHERE2, GLM4, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (QWEN2_MOE, COHERE2, GLM4)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
