@@ -38,7 +38,9 @@ CONFIGS = {
         GPT2, gated_attention=True, normalizer="relu", mlp="relu", norm="layernorm_nonparametric"
     ),
     "a gate for each channel": dataclasses.replace(LLAMA2, gated_attention="elementwise", normalizer="softpick"),
-    "gated channels of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True),
+    "gated channels of latents": dataclasses.replace(
+        LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True, experts=ExpertsConfig(
+            6, 3, d_expert=5, groups=3, groups_per_token=2, scores="sigmoid", normalize=True, scale=1.5)),
     "projected embeddings": dataclasses.replace(GPT2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "gpt-oss": dataclasses.replace(
@@ -200,11 +202,13 @@ def _np_experts(config, x, p):
               for name in ("gate", "input")}  # fmt: skip
     for t, token in enumerate(x):
         scores = np.exp(_np_linear(token, p["router"]))
-        scores /= scores.sum()
-        by_group = scores.reshape(of.groups, -1)
-        for group in np.argsort(by_group.max(1))[: -of.groups_per_token]:
-            by_group[group] = 0
-        chosen = np.argsort(scores)[-of.per_token :]
+        scores /= scores.sum() if of.scores == "softmax" else 1.0 + scores
+        choice = scores + p.get("choice_bias", 0.0)
+        by_group = choice.reshape(of.groups, -1)
+        best = np.sort(by_group)[:, -1 if of.scores == "softmax" else -2 :].sum(1)
+        for group in np.argsort(best)[: -of.groups_per_token]:
+            by_group[group] = -np.inf
+        chosen = np.argsort(choice)[-of.per_token :]
         if of.normalize:
             scores /= scores[chosen].sum()
         for expert in chosen:

@@ -45,6 +45,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_
 DEEPSEEK = SMALL | {"kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
                     "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
                     "moe_intermediate_size": 12, "first_k_dense_replace": 1}  # fmt: skip
+DEEPSEEK_V3 = DEEPSEEK | {"num_key_value_heads": 4, "n_group": 3, "topk_group": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 40.0, "beta_fast": 8, "beta_slow": 1, "mscale": 0.9,
         "mscale_all_dim": 0.707, "original_max_position_embeddings": 64}  # fmt: skip
 GPT_OSS = GROUPED | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5,
@@ -90,6 +91,10 @@ CASES = {
     "deepseek_v2 lite": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 3,
                                                "topk_group": 2, "routed_scaling_factor": 3.0}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3 | {"q_lora_rank": 14}),
+    "deepseek_v3, every switch": ("deepseek_v3", DEEPSEEK_V3 | {
+        "q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+        "rope_parameters": YARN, "tie_word_embeddings": True}),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss, default rope, tied": ("gpt_oss", GPT_OSS | {
         "rope_parameters": None, "tie_word_embeddings": True, "attention_bias": False, "head_dim": 8,
@@ -176,10 +181,11 @@ def foreign_model(model_type, fields, seed=0):
     config = transformers.AutoConfig.for_model(model_type, **fields)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    size = 0.2 if model_type == "deepseek_v2" else 0.3  # logits of its attention have four kernels each, and two norms
+    size = 0.2 if "deepseek" in model_type else 0.3  # logits of its attention have four kernels each, and two norms
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             norm = "norm" in name or "ln_" in name
             parameter.copy_((1.0 if norm and name.endswith("weight") else 0.0) + size * torch.randn_like(parameter))
     return model

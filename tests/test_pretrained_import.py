@@ -105,6 +105,8 @@ KINDS = {
                experts=ExpertsConfig(num_experts=6, d_expert=3, groups=3, groups_per_token=2)),
         "deepseek_v2",
     ),
+    "deepseek v3": (dataclasses.replace(DEEPSEEK, experts=dataclasses.replace(
+        DEEPSEEK.experts, scores="sigmoid", normalize=True, groups=2, groups_per_token=2)), "deepseek_v3"),
     **{name: (CONFIGS[name], "orthojax") for name in (
         "rich", "layers differ", "projected embeddings", "latent attention and experts", "gated relu")},
 }  # fmt: skip
@@ -363,6 +365,8 @@ VALUES = [
         ("layer_types", ["chunked_attention"] * 2), ("position_embedding_type", "rope"))),
     *(("glm4", {name: value}, str(value)) for name, value in (
         ("attention_bias", "all"), ("sliding_window", 7), ("hidden_act", "gelu"), ("partial_rotary_factor", "half"))),
+    *(("deepseek_v3", EXPERTS | {"routed_scaling_factor": 2.5, name: value}, name) for name, value in (
+        ("topk_method", "greedy"), ("scoring_func", "softmax"), ("rope_interleave", False), ("n_group", None))),
     *(("qwen2_moe", {name: value}, name) for name, value in (("decoder_sparse_step", 0), ("qkv_bias", "all"))),
     ("granite", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
     *(("granite", {"logits_scaling": value}, "logits_scaling") for value in (0, None, "8")),

@@ -93,6 +93,8 @@ class ExpertsConfig:
       num_experts: Routed experts.
       per_token: Experts chosen for each token: those with the largest router probabilities.
       num_shared: Experts applied to every token.
+      scores: Makes probabilities of router logits. With `sigmoid`, experts are chosen by the sum of theirs and a bias,
+        which no gradient reaches, and groups by that of their best two experts (DeepSeek-V3, arXiv 2412.19437).
       d_shared: Hidden width of one shared expert; None means that of the others.
       gate_shared: Multiply what these write by sigmoid(w . x) of their input x (Qwen2-MoE, arXiv 2407.10671).
       d_expert: Hidden width of one expert; None means d_mlp.
@@ -112,6 +114,7 @@ class ExpertsConfig:
     d_expert: int | None = setting(None, POSITIVE)
     groups: int = setting(1, POSITIVE)
     groups_per_token: int = setting(1, POSITIVE)
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = False
     scale: float = setting(1.0, NOT_NEGATIVE)
     mlp: GatedMlp = "swiglu"

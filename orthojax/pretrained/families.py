@@ -497,7 +497,7 @@ _NAMES = {"first_k_dense_replace", "head_dim", "qk_head_dim", "qk_nope_head_dim"
 _NAMES |= {"aux_loss_alpha", "ep_size", "n_group", "seq_aux", "topk_group", "topk_method"}
 
 
-def _read(foreign: Mapping[str, Any]) -> dict[str, Any]:
+def _read(foreign: Mapping[str, Any], *allowed: str) -> dict[str, Any]:
     own, turned = integer(foreign, "qk_nope_head_dim", 128), integer(foreign, "qk_rope_head_dim", 64)
     width = foreign.get("head_dim")
     require(width in (None, turned), f"head_dim={width} is not supported", f"{turned}")
@@ -506,8 +506,7 @@ def _read(foreign: Mapping[str, Any]) -> dict[str, Any]:
     dense = min(max(dense, 0), layers)
     fields = {"d_head": own + turned, "latent.d_rotary": turned}
     fields |= {"mlp": ("swiglu",) * dense + ("experts",) * (layers - dense), "scan_layers": dense in (0, layers)}
-    method, groups = foreign.get("topk_method", "greedy"), {}
-    allowed = ("greedy", "group_limited_greedy")
+    method, groups = foreign.get("topk_method", allowed[0]), {}
     require(method in allowed, f"topk_method={method!r} is not supported", " | ".join(allowed))
     if method != "greedy":
         groups = {"experts.groups": integer(foreign, "n_group")}
@@ -525,8 +524,9 @@ def _write(c: ModelConfig) -> dict[str, Any]:
     }
     if (of := c.experts) is not None:
         foreign["moe_intermediate_size"] = of.d_expert or c.d_mlp
-        if of.groups_per_token < of.groups:
-            foreign |= {"topk_method": "group_limited_greedy", "n_group": of.groups, "topk_group": of.groups_per_token}
+        if of.scores == "sigmoid" or of.groups_per_token < of.groups:
+            method = "noaux_tc" if of.scores == "sigmoid" else "group_limited_greedy"
+            foreign |= {"topk_method": method, "n_group": of.groups, "topk_group": of.groups_per_token}
     return foreign
 
 
@@ -571,7 +571,21 @@ DEEPSEEK_V2 = Family(
         *_expert_rows("mlp", _PROJECTIONS, "shared_experts"),
     ],
     mscales=True,
-    more=More(frozenset(_NAMES), _read, _write),
+    more=More(frozenset(_NAMES), lambda foreign: _read(foreign, "greedy", "group_limited_greedy"), _write),
+)  # fmt: skip
+_NEEDED = {n: Same(row.ours) for n, row in DEEPSEEK_V2.fields.items() if isinstance(row, Same) and "." in row.ours}
+DEEPSEEK_V3 = dataclasses.replace(
+    DEEPSEEK_V2,
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    base={**DEEPSEEK_V2.base, "experts.scores": "sigmoid"},
+    fields={**DEEPSEEK_V2.fields, **_NEEDED, "norm_topk_prob": Same("experts.normalize", True),
+            "scoring_func": Only(("sigmoid",)), "rope_interleave": Only((True,))},
+    weights=[*DEEPSEEK_V2.weights,
+             Weight("layers.{}.mlp.gate.e_score_correction_bias", ("layers/mlp/choice_bias",), SAME)],
+    # Layers that predict further tokens are not read: their tensors are refused.
+    more=More(frozenset(_NAMES | {"num_nextn_predict_layers"}), lambda foreign: _read(
+        {"first_k_dense_replace": 3} | dict(foreign), "noaux_tc"), _write),
 )  # fmt: skip
 
 
@@ -765,11 +779,8 @@ QWEN2_MOE = Family(
         "shared_expert_intermediate_size": Same("experts.d_shared", 5632),
         "norm_topk_prob": Same("experts.normalize", False),
     },
-    [
-        *_LLAMA_WEIGHTS,
-        *_expert_rows("mlp", _PROJECTIONS, "shared_expert"),
-        Weight("layers.{}.mlp.shared_expert_gate.weight", ("layers/mlp/shared_gate/kernel",), TRANSPOSED),
-    ],
+    [*_LLAMA_WEIGHTS, *_expert_rows("mlp", _PROJECTIONS, "shared_expert"),
+     Weight("layers.{}.mlp.shared_expert_gate.weight", ("layers/mlp/shared_gate/kernel",), TRANSPOSED)],
     window_switch=True,
     windowed=lambda foreign, layer: layer % 2 == 0 and not _is_late(foreign, layer),
     more=More(_KIND_NAMES, lambda foreign: _read_kinds(foreign, 60), _write_shared),
@@ -881,10 +892,8 @@ def _reordered(x: np.ndarray, c: ModelConfig, how: Callable[[np.ndarray, int], n
 
 
 _PAIRED = Transform(lambda x, c: (_reordered(x, c, unpair).T,), lambda x, c: _reordered(x[0].T, c, pair))
-_PAIRED_ATTENTION = [
-    row._replace(how=_PAIRED) if row.here[0].startswith((_HERE + "query/", _HERE + "key/")) else row
-    for row in _ATTENTION
-]
+_TURNED = (_HERE + "query/", _HERE + "key/")
+_PAIRED_ATTENTION = [row._replace(how=_PAIRED) if row.here[0].startswith(_TURNED) else row for row in _ATTENTION]
 
 
 def _slides(foreign: Mapping[str, Any], layer: int) -> bool:
@@ -936,14 +945,9 @@ GLM4 = Family(
         "num_key_value_heads": Same("num_kv_heads", 2),
         "rms_norm_eps": Same("norm_eps", 1.5625e-7),
     },
-    [
-        *_ENDS,
-        *_PAIRED_ATTENTION,
-        *_FUSED_GATED,
-        *_NORMS,
-        *norm_rows("layers.{}.post_self_attn_layernorm", "layers/attention_output_norm"),
-        *norm_rows("layers.{}.post_mlp_layernorm", "layers/mlp_output_norm"),
-    ],
+    [*_ENDS, *_PAIRED_ATTENTION, *_FUSED_GATED, *_NORMS,
+     *norm_rows("layers.{}.post_self_attn_layernorm", "layers/attention_output_norm"),
+     *norm_rows("layers.{}.post_mlp_layernorm", "layers/mlp_output_norm")],
     rotary_fraction=0.5,
 )  # fmt: skip
 
@@ -967,16 +971,11 @@ def _write_granite(c: ModelConfig) -> dict[str, Any]:
     return _write_biases(c) | {"attention_multiplier": scale, "logits_scaling": 1.0 / c.logits_multiplier}
 
 
-_GRANITE_NAMES = frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "logits_scaling"})
-_GRANITE_FIELDS = _NO_BIASES | {name: Same(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")}
-GRANITE = Family(
-    "granite",
-    "GraniteForCausalLM",
-    _LLAMA_BASE,
-    _GRANITE_FIELDS,
-    _LLAMA_WEIGHTS,
-    more=More(_GRANITE_NAMES, _read_granite, _write_granite),
+_GRANITE = More(
+    frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "logits_scaling"}), _read_granite, _write_granite
 )
+_GRANITE_FIELDS = _NO_BIASES | {name: Same(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")}
+GRANITE = Family("granite", "GraniteForCausalLM", _LLAMA_BASE, _GRANITE_FIELDS, _LLAMA_WEIGHTS, more=_GRANITE)
 
 
 def _read_granite_swa(foreign: Mapping[str, Any]) -> dict[str, Any]:
@@ -1008,9 +1007,9 @@ GRANITE_SWA = Family(
     },
     [*_LLAMA_WEIGHTS, _SINKS],
     windowed=lambda foreign, layer: layer % 4 != 0,
-    more=More(_GRANITE_NAMES | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
+    more=More(_GRANITE.names | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
 _ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
-_ALL += (QWEN2_MOE, COHERE2, GLM4)
+_ALL += (QWEN2_MOE, COHERE2, GLM4, DEEPSEEK_V3)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
