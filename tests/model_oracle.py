@@ -38,17 +38,24 @@ CONFIGS = {
         GPT2, gated_attention=True, normalizer="relu", mlp="relu", norm="layernorm_nonparametric"
     ),
     "a gate for each channel": dataclasses.replace(LLAMA2, gated_attention="elementwise", normalizer="softpick"),
-    "gated channels of latents": dataclasses.replace(LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True),
+    "gated channels of latents": dataclasses.replace(
+        LATENT_AND_EXPERTS, gated_attention="elementwise", use_bias=True, experts=ExpertsConfig(
+            6, 3, d_expert=5, groups=3, groups_per_token=2, scores="sigmoid", normalize=True, scale=1.5)),
     "projected embeddings": dataclasses.replace(GPT2, embedding_projection=True),
     "layers differ": dataclasses.replace(TINY, mlp=("linear", "none"), attention=(False, True), norm="none"),
     "gpt-oss": dataclasses.replace(
         LLAMA2, d_head=6, num_kv_heads=1, norm="rmsnorm", normalizer="learned_sink", use_bias="attention",
         attention_window=(3, None), mlp=("swiglu_clamped", "experts"),
-        experts=ExpertsConfig(6, 3, num_shared=1, d_expert=5, normalize=True, mlp="swiglu_clamped", use_bias=True)),
+        experts=ExpertsConfig(6, 3, num_shared=1, d_shared=7, gate_shared=True, d_expert=5, normalize=True,
+                              mlp="swiglu_clamped", use_bias=True)),
     "gemma": dataclasses.replace(
         LLAMA2, d_head=6, num_kv_heads=2, block="sandwich_norm", qk_norm="head", mlp="geglu", tie_embeddings=True,
         scale_embeddings=True, logits_width=9, attention_soft_cap=1.5, final_soft_cap=3.0, attention_window=(None, 3),
         rope_local_theta=30.0, rope=LATENT_AND_EXPERTS.rope),
+    "multipliers and one norm": dataclasses.replace(
+        LLAMA2, block="parallel_one_norm", norm="layernorm", attention=(True, False),
+        scale_embeddings=True, embedding_multiplier=1.7, residual_multiplier=0.6, logits_multiplier=0.3,
+        final_soft_cap=5.0, num_kv_heads=2, use_bias=True),
     "sigmoid": dataclasses.replace(LLAMA2, normalizer="sigmoid", norm="rmsnorm_single", rope_theta=50.0),
     "bigram-backcopy": bigram_backcopy(**SMALL, mlp=("linear", "relu"), normalizer="gelu"),
     "parts": dataclasses.replace(GPT2, normalizer="gelu", mlp=("relu", "none"), attention=(False, True)),
@@ -173,7 +180,8 @@ def _np_attention(config, x, p, given, layer):
     taps = {"attention_logits": logits, "attention_weights": weights, "keys": key, "values": value}
     head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, v.shape[-1], -1))
     norms = {"value_norms": written, "head_norms": head_outputs}
-    taps |= {"visible": visible[None]} | {name: np.linalg.norm(x, axis=-1) for name, x in norms.items()}
+    taps |= {"visible": visible[None]}
+    taps |= {name: config.residual_multiplier * np.linalg.norm(x, axis=-1) for name, x in norms.items()}
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
 
 
@@ -194,11 +202,13 @@ def _np_experts(config, x, p):
               for name in ("gate", "input")}  # fmt: skip
     for t, token in enumerate(x):
         scores = np.exp(_np_linear(token, p["router"]))
-        scores /= scores.sum()
-        by_group = scores.reshape(of.groups, -1)
-        for group in np.argsort(by_group.max(1))[: -of.groups_per_token]:
-            by_group[group] = 0
-        chosen = np.argsort(scores)[-of.per_token :]
+        scores /= scores.sum() if of.scores == "softmax" else 1.0 + scores
+        choice = scores + p.get("choice_bias", 0.0)
+        by_group = choice.reshape(of.groups, -1)
+        best = np.sort(by_group)[:, -1 if of.scores == "softmax" else -2 :].sum(1)
+        for group in np.argsort(best)[: -of.groups_per_token]:
+            by_group[group] = -np.inf
+        chosen = np.argsort(choice)[-of.per_token :]
         if of.normalize:
             scores /= scores[chosen].sum()
         for expert in chosen:
@@ -208,7 +218,8 @@ def _np_experts(config, x, p):
             bias = p["bias"][expert] if of.use_bias else 0.0
             y[t] += of.scale * scores[expert] * (_np_mlp(config, of.mlp, token, own) + bias)
     y = y + p["experts"]["output"].get("bias", 0.0)
-    return y + _np_mlp(config, of.mlp, x, p["shared"]) if of.num_shared else y
+    gate = 1.0 / (1.0 + np.exp(-_np_linear(x, p["shared_gate"]))) if of.gate_shared else 1.0
+    return y + gate * _np_mlp(config, of.mlp, x, p["shared"]) if of.num_shared else y
 
 
 def _np_gelu(x):
@@ -264,7 +275,8 @@ def numpy_forward(config, params, tokens, given=None):
     given = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), given)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     table = params["token_embedding"]["embedding"]
-    x = table[np.asarray(tokens)] * (math.sqrt(config.d_model) if config.scale_embeddings else 1.0)
+    scale = config.embedding_multiplier * (math.sqrt(config.d_model) if config.scale_embeddings else 1.0)
+    x = scale * table[np.asarray(tokens)]
     if config.embedding_projection:
         x = x @ params["embedding_output"]["kernel"]
     if config.position == "learned":
@@ -286,12 +298,13 @@ def numpy_forward(config, params, tokens, given=None):
             read = norms["attention"](x)
             attended, taps = _np_attention(config, read, p["attention"], given, layer)
         attended = (outputs.get("attention", same) if attends else same)(attended)
-        attended = _np_intervened(attended, given, layer, "attention")
+        attended = _np_intervened(config.residual_multiplier * attended, given, layer, "attention")
         middle = x + attended
         if kind != "none":
-            mlp = _np_mlp(config, kind, norms["mlp"](middle), p["mlp"])
+            one_norm = config.block == "parallel_one_norm"
+            mlp = _np_mlp(config, kind, norms["attention"](x) if one_norm else norms["mlp"](middle), p["mlp"])
         mlp = (outputs.get("mlp", same) if kind != "none" else same)(mlp)
-        mlp = _np_intervened(mlp, given, layer, "mlp")
+        mlp = _np_intervened(config.residual_multiplier * mlp, given, layer, "mlp")
         x = _np_replaced(middle + mlp, given.residual, given.residual_share, layer)
         taps |= {"attention_output": attended, "mlp_output": mlp, "post_attention": middle, "residual": x}
         taps["residual_before"] = before_block
@@ -300,4 +313,4 @@ def numpy_forward(config, params, tokens, given=None):
     if config.embedding_projection:
         x = x @ params["head_input"]["kernel"]
     logits = x @ (table.T if config.tie_embeddings else params["head"]["kernel"])
-    return _np_capped(logits, config.final_soft_cap), layers
+    return _np_capped(config.logits_multiplier * logits, config.final_soft_cap), layers

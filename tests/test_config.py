@@ -101,6 +101,7 @@ BAD_OVERRIDES = [
     # ranges
     *(("model.d_model", value, "model.d_model=") for value in (0, -1)),
     *(("model.d_model", 130, "multiple of 4"), ("model.num_kv_heads", "3", "divisor of 4")),
+    *(("model.residual_multiplier", "0", "multiplier=0"), ("model.logits_multiplier", "nan", "nan")),
     *(("model.norm_eps", "0", "norm_eps=0"), ("model.rope_theta", "nan", "nan")),
     *(("optim.learning_rate", value, "learning_rate=") for value in ("0", "nan", "inf")),
     *(("optim.b1", "1", "b1=1"), ("optim.weight_decay", "-0.1", "-0.1"), ("optim.clip_norm", "0", "clip_norm=0")),
@@ -135,7 +136,8 @@ TOGETHER = [
     *(({"model.rope.scaling": "yarn", "model.rope_theta": 1.0}, "above 1"), ({"model.dtype": "float16"}, "loss")),
     ({"model.rope.high_frequency_factor": 0.5}, "above low"),
     *(({"model.experts.groups": 3}, "num_experts=8"), ({"model.experts.groups_per_token": 2}, "all or fewer")),
-    *(({"model.experts.per_token": 9}, "up to the 8"), ({"train.allow_normalizer_change": True}, "init_from")),
+    *(({"model.experts.gate_shared": True}, "num_shared"), ({"model.experts.per_token": 9}, "up to the 8")),
+    ({"train.allow_normalizer_change": True}, "init_from"),
     *((BACKCOPY | {"data.repeated_share": 0.5}, "'embedded'"), ({"train.keep_every_steps": 150}, "multiple")),
     (BACKCOPY | {"data.delimiter": True, "data.sequence_length": 2}, "at least 3"),
 ]

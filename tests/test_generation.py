@@ -65,7 +65,8 @@ CASES = {
         1.0, "longrope", 4.0, 12, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0))},
 }  # fmt: skip
 CONFIGS = {name: ModelConfig(**SMALL | case, norm="layernorm", normalizer=name) for name, case in CASES.items()}
-KNOWN = ("gpt2", "layers differ", "a gate for each channel", "gpt-oss", "gemma", "query latents, groups of experts")
+KNOWN = ("gpt2", "layers differ", "a gate for each channel", "gpt-oss", "gemma", "multipliers and one norm",
+         "query latents, groups of experts")  # fmt: skip
 CONFIGS |= {name: model_oracle.CONFIGS[name] for name in KNOWN}
 
 

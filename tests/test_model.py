@@ -173,9 +173,10 @@ def test_a_field_changes_parameters_or_logits(field):
         assert np.abs(logits_of(changed) - logits_of(base)).max() > 1e-4
 
 
-def test_capped_logits_have_no_kernel_of_the_head():
-    capped = dataclasses.replace(TINY, final_soft_cap=3.0)
-    assert Transformer(capped).head_kernel({}) is None  # so that no loss multiplies hidden states by it
+@pytest.mark.parametrize("changes", [{"final_soft_cap": 3.0}, {"logits_multiplier": 0.5}])
+def test_changed_logits_have_no_kernel_of_the_head(changes):
+    changed = dataclasses.replace(TINY, **changes)
+    assert Transformer(changed).head_kernel({}) is None  # so that no loss multiplies hidden states by it
 
 
 @pytest.mark.slow

@@ -70,6 +70,10 @@ KINDS = {
     "all biases": (llama2("tiny", **SMALL, use_bias=True), "llama"),
     "qwen3": (llama2("tiny", **SMALL, num_kv_heads=2, qk_norm="head", d_head=6), "qwen3"),
     "olmo2": (llama2("tiny", **SMALL, num_kv_heads=2, qk_norm="all", block="output_norm"), "olmo2"),
+    "qwen2 moe": (llama2("tiny", **UNROLLED, mlp=("swiglu", "experts"), use_bias="qkv", attention_window=(3, None),
+                         experts=ExpertsConfig(4, num_shared=3, gate_shared=True, d_expert=5)), "qwen2_moe"),
+    "qwen2 moe without a shared expert": (llama2(
+        "tiny", **UNROLLED, mlp="experts", use_bias="qkv", experts=ExpertsConfig(4, d_expert=5)), "orthojax"),
     "qwen3 moe": (llama2("tiny", **UNROLLED, qk_norm="head", mlp=("swiglu", "experts"), use_bias="attention",
                          experts=ExpertsConfig(4, d_expert=5, normalize=True)), "qwen3_moe"),
     "mixtral": (llama2("tiny", **SMALL, mlp="experts", experts=ExpertsConfig(4, normalize=True)), "mixtral"),
@@ -77,6 +81,15 @@ KINDS = {
     "phi3": (llama2("tiny", **SMALL | {"max_length": 64}, num_kv_heads=1, attention_window=5, rope=RopeConfig(
         0.5, "longrope", 4.0, 16, mscale=2.5, short_factors=(1.5,), long_factors=(3.0,))), "phi3"),
     "smollm3": (llama2("tiny", **UNROLLED, rotary_layers=(True, False)), "smollm3"),
+    "cohere2": (llama2("tiny", **UNROLLED, d_head=6, num_kv_heads=2, block="parallel_one_norm", norm="layernorm",
+                       attention_window=(3, None), rotary_layers=(True, False), use_bias="attention",
+                       logits_multiplier=0.3), "cohere2"),
+    "cohere2 with positions elsewhere": (llama2(
+        "tiny", **UNROLLED, block="parallel_one_norm", norm="layernorm", attention_window=(3, None)), "orthojax"),
+    "glm4": (llama2("tiny", **SMALL, d_head=6, num_kv_heads=2, block="sandwich_norm", use_bias="qkv",
+                    rope=RopeConfig(2 / 3)), "glm4"),
+    "granite": (llama2("tiny", **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22, logits_multiplier=1 / 49,
+                       logits_width=9), "granite"),
     "granite_swa": (llama2("tiny", **UNROLLED, d_head=6, normalizer="learned_sink", attention_window=(3, None),
                            rotary_layers=(True, False), use_bias="attention", logits_width=9), "granite_swa"),
     "olmo3": (llama2("tiny", **UNROLLED, qk_norm="all", block="output_norm", attention_window=(3, None)), "olmo3"),
@@ -92,6 +105,8 @@ KINDS = {
                experts=ExpertsConfig(num_experts=6, d_expert=3, groups=3, groups_per_token=2)),
         "deepseek_v2",
     ),
+    "deepseek v3": (dataclasses.replace(DEEPSEEK, experts=dataclasses.replace(
+        DEEPSEEK.experts, scores="sigmoid", normalize=True, groups=2, groups_per_token=2)), "deepseek_v3"),
     **{name: (CONFIGS[name], "orthojax") for name in (
         "rich", "layers differ", "projected embeddings", "latent attention and experts", "gated relu")},
 }  # fmt: skip
@@ -344,6 +359,20 @@ ROPE_ERRORS = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),  # which other types do not read
 ]
 
+VALUES = [
+    *(("cohere2", {name: value}, name) for name, value in (
+        ("sliding_window", None), ("layer_switch", 3), ("use_qk_norm", True), ("layer_types", SLIDING[:1]),
+        ("layer_types", ["chunked_attention"] * 2), ("position_embedding_type", "rope"))),
+    *(("glm4", {name: value}, str(value)) for name, value in (
+        ("attention_bias", "all"), ("sliding_window", 7), ("hidden_act", "gelu"), ("partial_rotary_factor", "half"))),
+    *(("deepseek_v3", EXPERTS | {"routed_scaling_factor": 2.5, name: value}, name) for name, value in (
+        ("topk_method", "greedy"), ("scoring_func", "softmax"), ("rope_interleave", False), ("n_group", None))),
+    *(("qwen2_moe", {name: value}, name) for name, value in (("decoder_sparse_step", 0), ("qkv_bias", "all"))),
+    ("granite", {"attention_multiplier": 0.3}, "attention_multiplier=0.3"),
+    *(("granite", {"logits_scaling": value}, "logits_scaling") for value in (0, None, "8")),
+    ("granite", {"residual_multiplier": -0.2}, "residual_multiplier=-0.2"),
+]  # fmt: skip
+
 
 def write_into(folder, name):
     (folder / "file").write_text("kept")
@@ -362,7 +391,7 @@ def write_integers(folder):
 
 @refused(
     (read_damaged, DAMAGES),
-    (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS),
+    (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS + VALUES),
     (lambda _, rope: read_foreign_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | rope}), ROPE_ERRORS),
     (write_into, [(".", "is not empty"), ("file", "file")]),
     (write_integers, "integers"),

@@ -93,6 +93,10 @@ class ExpertsConfig:
       num_experts: Routed experts.
       per_token: Experts chosen for each token: those with the largest router probabilities.
       num_shared: Experts applied to every token.
+      scores: Makes probabilities of router logits. With `sigmoid`, experts are chosen by the sum of theirs and a bias,
+        which no gradient reaches, and groups by that of their best two experts (DeepSeek-V3, arXiv 2412.19437).
+      d_shared: Hidden width of one shared expert; None means that of the others.
+      gate_shared: Multiply what these write by sigmoid(w . x) of their input x (Qwen2-MoE, arXiv 2407.10671).
       d_expert: Hidden width of one expert; None means d_mlp.
       groups: Groups of routed experts; a token chooses from those with the likeliest experts.
       groups_per_token: How many groups a token chooses from.
@@ -105,9 +109,12 @@ class ExpertsConfig:
     num_experts: int = setting(8, POSITIVE)
     per_token: int = setting(2, POSITIVE)
     num_shared: int = setting(0, NOT_NEGATIVE)
+    d_shared: int | None = setting(None, POSITIVE)
+    gate_shared: bool = False
     d_expert: int | None = setting(None, POSITIVE)
     groups: int = setting(1, POSITIVE)
     groups_per_token: int = setting(1, POSITIVE)
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = False
     scale: float = setting(1.0, NOT_NEGATIVE)
     mlp: GatedMlp = "swiglu"
@@ -124,6 +131,7 @@ class ExpertsConfig:
              f"a divisor of model.experts.num_experts={experts}, of which a token has all or fewer"),
             (self.per_token <= choice, f"per_token={self.per_token}",
              f"up to the {choice} experts that a token chooses from"),
+            (self.num_shared > 0 or not self.gate_shared, "gate_shared without model.experts.num_shared", "false"),
         ]  # fmt: skip
 
 
@@ -150,8 +158,10 @@ class ModelConfig:
         stretching.
       block: Placement of norms, besides a final one, and order of the parts. `pre_norm`: x = x + f(norm(x)).
         `output_norm`: x = x + norm(f(x)) (OLMo 2, arXiv 2501.00656). `parallel`: x = x + attention(norm(x)) +
-        mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745). `sandwich_norm`: x = x + norm(f(norm(x)))
+        mlp(norm(x)), each with its own norm (GPT-NeoX, arXiv 2204.06745). `parallel_one_norm` has one norm, which is
+        called that of attention, for both (GPT-J, Cohere). `sandwich_norm`: x = x + norm(f(norm(x)))
         (Gemma 2, arXiv 2408.00118).
+      residual_multiplier: Factor of what attention and MLP add to the residual stream, after their norms (Granite).
       norm: `rmsnorm_single` has one scalar scale for all channels, `layernorm_nonparametric` neither scale nor bias.
       norm_eps: Added to the variance inside every norm.
       qk_norm: A norm on queries and keys before positions: per head over its channels, with one scale shared by all
@@ -179,8 +189,10 @@ class ModelConfig:
       experts: The mixture of the layers whose MLP is `experts`.
       tie_embeddings: Use the token embedding as the output head.
       scale_embeddings: Multiply token embeddings by the root of d_model before the first layer, not in the head.
+      embedding_multiplier: Factor of token embeddings before the first layer, not in the head (Granite).
       embedding_projection: Learned d_model x d_model matrices, initially orthogonal, after the token embedding and
         before the head (OSP, arXiv 2506.19697); `orthojax.model.fold_embedding_projection` folds them in.
+      logits_multiplier: Factor of the logits of the next token, before their soft cap (Granite, Cohere).
       final_soft_cap: Soft cap on the logits of the next token (Gemma 2, arXiv 2408.00118).
       kernel_init: `normal` with `init_std`, or `uniform_fan_in`: uniform on +-1/sqrt(fan_in), regardless of depth.
       init_std: Standard deviation of initial kernels; residual-writing ones are scaled by 1/sqrt(2 num_layers).
@@ -215,7 +227,8 @@ class ModelConfig:
     rotary_layers: bool | tuple[bool, ...] = True
     rope: RopeConfig | None = None
     # Norms and biases.
-    block: Literal["pre_norm", "output_norm", "parallel", "sandwich_norm"] = "pre_norm"
+    block: Literal["pre_norm", "output_norm", "parallel", "parallel_one_norm", "sandwich_norm"] = "pre_norm"
+    residual_multiplier: float = setting(1.0, POSITIVE)
     norm: Norm = "rmsnorm_single"
     norm_eps: float = setting(1e-5, POSITIVE)
     qk_norm: Literal["none", "head", "all"] = "none"
@@ -236,7 +249,9 @@ class ModelConfig:
     # Embeddings, head and the stream between them.
     tie_embeddings: bool = True
     scale_embeddings: bool = False
+    embedding_multiplier: float = setting(1.0, POSITIVE)
     embedding_projection: bool = False
+    logits_multiplier: float = setting(1.0, POSITIVE)
     final_soft_cap: float | None = setting(None, POSITIVE)
     # Initial values.
     kernel_init: Literal["normal", "uniform_fan_in"] = setting("normal", affects="start")

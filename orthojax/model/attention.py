@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from orthojax.config import ModelConfig, require
 from orthojax.model.cache import CachedLayer
 from orthojax.model.interventions import Interventions, force_weights, scale_first
-from orthojax.model.layers import Norm, Part
+from orthojax.model.layers import Norm, Part, scaled
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
 from orthojax.ops.rotary import (
@@ -136,7 +136,7 @@ class Attention(Part):
         return c.normalizer
 
     def _written_norms(self, vectors: jax.Array) -> jax.Array:
-        """Computes ||W_o^h x||_2 of each head's vectors [B, S, N, d_value], [B, N, S] float32."""
+        """Computes ||W_o^h x||_2, as written, of each head's vectors [B, S, N, d_value]: [B, N, S] float32."""
         # ||W^T x||^2 = x^T (W W^T) x with the small Gram matrix of each head: no [B, N, S, D] array.
         c = self.config
         kernel = self.variables["params"]["output"]["kernel"].reshape(c.num_heads, c.value_dim, c.d_model)
@@ -145,7 +145,8 @@ class Attention(Part):
         vectors = vectors.astype(gram.dtype)
         squared = jnp.einsum("BSNH,NHG,BSNG->BNS", vectors, gram, vectors)
         positive = squared > 0  # the square root has no derivative at 0, as for a head that is scaled away
-        return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0)), 0.0)
+        norms = jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0)), 0.0)
+        return scaled(norms, c.residual_multiplier)
 
     def _logits_and_weights(
         self, query: jax.Array, key: jax.Array, visible: jax.Array, normalizer: Normalizer, given: Interventions

@@ -106,6 +106,11 @@ class Norm(nn.Module):
         return x
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiplies by a factor of the config; without one, programs stay as they are."""
+    return x if factor == 1.0 else x * factor
+
+
 def _swiglu_clamped(hidden: jax.Array, gate: jax.Array, alpha: float = 1.702, limit: float = 7.0) -> jax.Array:
     gate = jnp.minimum(gate, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(hidden, -limit, limit) + 1.0)
@@ -156,7 +161,7 @@ class Feedforward(Part):
 class Experts(Part):
     """Routed experts, weighted by their probabilities, and shared ones: the mixture of DeepSeek-V2 and others.
 
-    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), with f gated MLPs and w the softmax probabilities of the chosen
+    Definition: y = sum_e w_e(x) f_e(x) + sum_s f_s(x), with f gated MLPs and w the probabilities of the chosen
     experts. The implementation is for measuring: every expert is computed for every token, as one wide MLP whose hidden
     units are multiplied by w, so it costs E / per_token times what a grouped product would. Gradients reach the router
     only through the chosen probabilities; there is no auxiliary loss for balance. The hidden units of expert e are the
@@ -175,29 +180,35 @@ class Experts(Part):
         assert of is not None
         width = of.d_expert or c.d_mlp
         router = Linear(of.num_experts, of.use_bias, kernel_initializer(c), jnp.float32, self.linear, name="router")
-        weights = _routing(router(x), of)
+        zeros, biased = nn.initializers.zeros, of.scores == "sigmoid"
+        choice_bias = self.param("choice_bias", zeros, (of.num_experts,), jnp.float32) if biased else None
+        weights = _routing(router(x), of, choice_bias)
         experts = Feedforward(c, self.linear, of.mlp, of.num_experts * width, of.use_bias, name="experts")
         y = experts(x, jnp.repeat(weights, width, axis=-1))
         if of.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (of.num_experts, c.d_model), jnp.float32)
             y += (weights @ bias).astype(y.dtype)
         if of.num_shared:
-            y += Feedforward(c, self.linear, of.mlp, of.num_shared * width, name="shared")(x)
+            shared = Feedforward(c, self.linear, of.mlp, of.num_shared * (of.d_shared or width), name="shared")(x)
+            y += shared * jax.nn.sigmoid(self.dense("shared_gate", 1, use_bias=False)(x)) if of.gate_shared else shared
         return y
 
 
-def _routing(logits: jax.Array, experts: ExpertsConfig) -> jax.Array:
-    """Computes the weights of routed experts: softmax of the router's logits times `scale`, 0 for those not chosen.
+def _routing(logits: jax.Array, experts: ExpertsConfig, bias: jax.Array | None) -> jax.Array:
+    """Computes the weights of routed experts: probabilities of the router times `scale`, 0 for those not chosen.
 
     The `per_token` likeliest experts are chosen, with groups only from the `groups_per_token` groups whose likeliest
-    expert is likeliest. Before that factor, weights sum to 1 only with `normalize`. Logits and weights are [..., E].
+    expert is likeliest; with a bias [E], probabilities are sigmoids, and the choice is that of `ExpertsConfig.scores`.
+    Before that factor, weights sum to 1 only with `normalize`. Logits and weights are [..., E].
     """
-    scores = jax.nn.softmax(logits, axis=-1)
+    scores = jax.nn.softmax(logits, axis=-1) if bias is None else jax.nn.sigmoid(logits)
+    choice = scores if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
     if experts.groups_per_token < experts.groups:
-        by_group = scores.reshape(*scores.shape[:-1], experts.groups, -1)
-        kept = _largest(jnp.max(by_group, axis=-1), experts.groups_per_token)
-        scores = (by_group * kept[..., None]).reshape(scores.shape)
-    scores *= _largest(scores, experts.per_token)
+        by_group = choice.reshape(*choice.shape[:-1], experts.groups, -1)
+        best, _ = jax.lax.top_k(by_group, 1 if bias is None else min(2, by_group.shape[-1]))
+        kept = _largest(jnp.sum(best, axis=-1), experts.groups_per_token)
+        choice = jnp.where(kept[..., None] > 0.0, by_group, -jnp.inf).reshape(choice.shape)
+    scores *= _largest(choice, experts.per_token)
     if experts.normalize:
         scores /= jnp.sum(scores, axis=-1, keepdims=True)
     return scores * experts.scale

@@ -24,6 +24,7 @@ from orthojax.model.layers import (
     Norm,
     kernel_initializer,
     linear,
+    scaled,
 )  # fmt: skip
 from orthojax.ops.attention import ATTENTION_NAME
 from orthojax.ops.products import kernel_product
@@ -57,8 +58,9 @@ class Block(nn.Module):
         residual_before = x
         cached = None if kept is None or slots is None else CachedLayer(*kept, slots)
         attention_output = mlp_output = jnp.zeros_like(x)
-        if c.layer_attention(self.layer):
-            read = self._normed(x, "attention", "input")
+        one_norm, attends = c.block == "parallel_one_norm", c.layer_attention(self.layer)
+        read = self._normed(x, "attention", "input") if attends or one_norm else x
+        if attends:
             attend = (Attention if c.latent is None else LatentAttention)(
                 c, self.linear, self.round_kv, self.layer, name="attention"
             )
@@ -67,17 +69,18 @@ class Block(nn.Module):
         else:
             taps = self._no_attention_taps(B, T)
             new = taps["keys"], taps["values"]
-        attention_output = intervene(attention_output, given, "attention")
+        attention_output = intervene(scaled(attention_output, c.residual_multiplier), given, "attention")
         post_attention = x + attention_output
         kind = c.layer_mlp(self.layer)
         if kind != "none":
-            read = self._normed(x if c.block == "parallel" else post_attention, "mlp", "input")
+            if not one_norm:
+                read = self._normed(x if c.block == "parallel" else post_attention, "mlp", "input")
             if kind == "experts":
                 mlp_output = Experts(c, self.linear, name="mlp")(read)
             else:
                 mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
             mlp_output = self._normed(mlp_output, "mlp", "output")
-        mlp_output = intervene(mlp_output, given, "mlp")
+        mlp_output = intervene(scaled(mlp_output, c.residual_multiplier), given, "mlp")
         x = (post_attention + mlp_output).astype(residual_before.dtype)
         x = replace(x, given.residual, given.residual_share)
         if cached is not None:
@@ -182,7 +185,7 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(c.embedding_init_std)
         embed = nn.Embed(c.vocab_size, c.d_model, embedding_init=init, name="token_embedding")
         x = embed(tokens)
-        x = x * c.d_model**0.5 if c.scale_embeddings else x
+        x = scaled(x * c.d_model**0.5 if c.scale_embeddings else x, c.embedding_multiplier)
         x = self._projected(x, "embedding_output") if c.embedding_projection else x
         x = x.astype(jnp.promote_types(x.dtype, dtype))  # parameters may be narrower than what blocks return
         if c.position == "learned":
@@ -208,7 +211,7 @@ class Transformer(nn.Module):
         else:
             logits = Linear(c.vocab_size, False, kernel_initializer(c), dtype, self.linear, name="head")(x)
             logits = logits.astype(jnp.float32)
-        cap = c.final_soft_cap
+        logits, cap = scaled(logits, c.logits_multiplier), c.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap), observed
 
     def _rows(self, tokens: jax.Array, segment_ids: jax.Array | None, cache: KVCache | None) -> Rows:
@@ -228,9 +231,9 @@ class Transformer(nn.Module):
         """Returns the kernel that maps final hidden states to logits, and the axis of the vocabulary in it.
 
         That is (token table [V, D], 0) or (head [D, V], 1), float32; None if the logits are not a plain product:
-        another `linear` may quantise the head, by statistics of all positions, and logits may be capped.
+        another `linear` may quantise the head, by statistics of all positions, and logits may be scaled or capped.
         """
-        if self.config.final_soft_cap is not None:
+        if self.config.final_soft_cap is not None or self.config.logits_multiplier != 1.0:
             return None
         if self.config.tie_embeddings:
             return None if self.linear_head else (params["token_embedding"]["embedding"], 0)

@@ -321,7 +321,9 @@ def computed_as(config: ModelConfig) -> ModelConfig:
     if config.latent is not None:
         changes["latent"] = dataclasses.replace(config.latent, d_value=config.value_dim)
     if config.experts is not None and config.has_experts:
-        changes["experts"] = dataclasses.replace(config.experts, d_expert=config.experts.d_expert or config.d_mlp)
+        width, count = config.experts.d_expert or config.d_mlp, config.experts.num_shared
+        shared = {"d_shared": count * (config.experts.d_shared or width) or None, "num_shared": min(count, 1)}
+        changes["experts"] = dataclasses.replace(config.experts, d_expert=width, **shared)
     if config.use_bias == "norm" and not config.has_norm_bias:
         changes["use_bias"] = False
     for name in ("mlp", "attention_window", "rotary_layers"):

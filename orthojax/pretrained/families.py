@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orthojax.config import ModelConfig, require
+from orthojax.config import ExpertsConfig, ModelConfig, require
 from orthojax.errors import UserError
 
 # Config fields.
@@ -200,6 +200,7 @@ _LLAMA_FIELDS = _SIZES | {
 }
 _UNCLIPPED = {"clip_qkv": Only((None,))}
 _BIASED = {"attention_bias": Choice("use_bias", {False: False, True: "attention"}, False)}
+_QKV_BIASED = Choice("use_bias", {True: "qkv", False: False}, True)
 _LLAMA_BASE = {"position": "rotary", "norm": "rmsnorm", "use_bias": False, "mlp": "swiglu", "normalizer": "softmax"}
 _ACTIVATIONS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu")
 _ACTIVATIONS |= {"gelu": "gelu_exact", "relu": "relu"}
@@ -216,11 +217,13 @@ _ATTENTION = [
 ]
 
 
-def _expert_rows(there: str, names: Mapping[str, str]) -> list[Weight]:
+def _expert_rows(there: str, names: Mapping[str, str], shared: str | None = None) -> list[Weight]:
     return [
         Weight(f"layers.{{}}.{there}.gate.weight", ("layers/mlp/router/kernel",), TRANSPOSED),
         *(Weight(f"layers.{{}}.{there}.experts.{{expert}}.{name}.weight", (f"layers/mlp/experts/{here}/kernel",),
                  TRANSPOSED, -2 if here == "output" else -1) for name, here in names.items()),
+        *(Weight(f"layers.{{}}.{there}.{shared}.{name}.weight", (f"layers/mlp/shared/{here}/kernel",), TRANSPOSED)
+          for name, here in names.items() if shared),
     ]  # fmt: skip
 
 
@@ -383,7 +386,7 @@ SEED_OSS = Family(
     "SeedOssForCausalLM",
     _LLAMA_BASE,
     _LLAMA_FIELDS | {
-        "attention_bias": Choice("use_bias", {True: "qkv", False: False}, True),
+        "attention_bias": _QKV_BIASED,
         "attention_out_bias": Only((False,)),
         "head_dim": Same("d_head", 128),
         "num_key_value_heads": Same("num_kv_heads", 8),
@@ -494,7 +497,7 @@ _NAMES = {"first_k_dense_replace", "head_dim", "qk_head_dim", "qk_nope_head_dim"
 _NAMES |= {"aux_loss_alpha", "ep_size", "n_group", "seq_aux", "topk_group", "topk_method"}
 
 
-def _read(foreign: Mapping[str, Any]) -> dict[str, Any]:
+def _read(foreign: Mapping[str, Any], *allowed: str) -> dict[str, Any]:
     own, turned = integer(foreign, "qk_nope_head_dim", 128), integer(foreign, "qk_rope_head_dim", 64)
     width = foreign.get("head_dim")
     require(width in (None, turned), f"head_dim={width} is not supported", f"{turned}")
@@ -503,8 +506,7 @@ def _read(foreign: Mapping[str, Any]) -> dict[str, Any]:
     dense = min(max(dense, 0), layers)
     fields = {"d_head": own + turned, "latent.d_rotary": turned}
     fields |= {"mlp": ("swiglu",) * dense + ("experts",) * (layers - dense), "scan_layers": dense in (0, layers)}
-    method, groups = foreign.get("topk_method", "greedy"), {}
-    allowed = ("greedy", "group_limited_greedy")
+    method, groups = foreign.get("topk_method", allowed[0]), {}
     require(method in allowed, f"topk_method={method!r} is not supported", " | ".join(allowed))
     if method != "greedy":
         groups = {"experts.groups": integer(foreign, "n_group")}
@@ -522,8 +524,9 @@ def _write(c: ModelConfig) -> dict[str, Any]:
     }
     if (of := c.experts) is not None:
         foreign["moe_intermediate_size"] = of.d_expert or c.d_mlp
-        if of.groups_per_token < of.groups:
-            foreign |= {"topk_method": "group_limited_greedy", "n_group": of.groups, "topk_group": of.groups_per_token}
+        if of.scores == "sigmoid" or of.groups_per_token < of.groups:
+            method = "noaux_tc" if of.scores == "sigmoid" else "group_limited_greedy"
+            foreign |= {"topk_method": method, "n_group": of.groups, "topk_group": of.groups_per_token}
     return foreign
 
 
@@ -565,12 +568,24 @@ DEEPSEEK_V2 = Family(
         Weight(_THERE + "kv_b_proj.weight", (_HERE + "key/kernel", _HERE + "value/kernel"), _KEY_VALUE),
         Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
         *_GATED,
-        *_expert_rows("mlp", _PROJECTIONS),
-        *(Weight(f"layers.{{}}.mlp.shared_experts.{there}.weight", (f"layers/mlp/shared/{here}/kernel",), TRANSPOSED)
-          for there, here in _PROJECTIONS.items()),
+        *_expert_rows("mlp", _PROJECTIONS, "shared_experts"),
     ],
     mscales=True,
-    more=More(frozenset(_NAMES), _read, _write),
+    more=More(frozenset(_NAMES), lambda foreign: _read(foreign, "greedy", "group_limited_greedy"), _write),
+)  # fmt: skip
+_NEEDED = {n: Same(row.ours) for n, row in DEEPSEEK_V2.fields.items() if isinstance(row, Same) and "." in row.ours}
+DEEPSEEK_V3 = dataclasses.replace(
+    DEEPSEEK_V2,
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    base={**DEEPSEEK_V2.base, "experts.scores": "sigmoid"},
+    fields={**DEEPSEEK_V2.fields, **_NEEDED, "norm_topk_prob": Same("experts.normalize", True),
+            "scoring_func": Only(("sigmoid",)), "rope_interleave": Only((True,))},
+    weights=[*DEEPSEEK_V2.weights,
+             Weight("layers.{}.mlp.gate.e_score_correction_bias", ("layers/mlp/choice_bias",), SAME)],
+    # Layers that predict further tokens are not read: their tensors are refused.
+    more=More(frozenset(_NAMES | {"num_nextn_predict_layers"}), lambda foreign: _read(
+        {"first_k_dense_replace": 3} | dict(foreign), "noaux_tc"), _write),
 )  # fmt: skip
 
 
@@ -712,11 +727,11 @@ GEMMA3_IMAGES = dataclasses.replace(
 # Mixtures of experts with one tensor for each expert.
 
 
-def _read_kinds(foreign: Mapping[str, Any]) -> dict[str, Any]:
+def _read_kinds(foreign: Mapping[str, Any], count: int = 128) -> dict[str, Any]:
     layers, step = integer(foreign, "num_hidden_layers"), integer(foreign, "decoder_sparse_step", 1)
     dense = foreign.get("mlp_only_layers") or []
     # The second is that of transformers 5.
-    experts = integer(foreign, "num_experts", integer(foreign, "num_local_experts", 128))
+    experts = integer(foreign, "num_experts", integer(foreign, "num_local_experts", count))
     problem = f"mlp_only_layers={dense}, decoder_sparse_step={step} is not supported"
     require(isinstance(dense, list) and step > 0, problem, "a list of layers, and 1 or more")
     sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(min(layers, 2**12)))
@@ -744,6 +759,31 @@ QWEN3_MOE = Family(
     [*_LLAMA_WEIGHTS, *_expert_rows("mlp", _PROJECTIONS)],
     window_switch=True,
     more=More(_KIND_NAMES, _read_kinds, _write_kinds),
+)  # fmt: skip
+
+
+def _write_shared(c: ModelConfig) -> dict[str, Any]:
+    of = c.experts or ExpertsConfig()
+    width = of.num_shared * (of.d_shared or of.d_expert or c.d_mlp)
+    return _write_kinds(c) | {"shared_expert_intermediate_size": width}
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    _LLAMA_BASE | {"experts.num_shared": 1, "experts.gate_shared": True},
+    _WINDOWED | {
+        "qkv_bias": _QKV_BIASED,
+        "num_experts_per_tok": Same("experts.per_token", 4),
+        "moe_intermediate_size": Same("experts.d_expert", 1408),
+        "shared_expert_intermediate_size": Same("experts.d_shared", 5632),
+        "norm_topk_prob": Same("experts.normalize", False),
+    },
+    [*_LLAMA_WEIGHTS, *_expert_rows("mlp", _PROJECTIONS, "shared_expert"),
+     Weight("layers.{}.mlp.shared_expert_gate.weight", ("layers/mlp/shared_gate/kernel",), TRANSPOSED)],
+    window_switch=True,
+    windowed=lambda foreign, layer: layer % 2 == 0 and not _is_late(foreign, layer),
+    more=More(_KIND_NAMES, lambda foreign: _read_kinds(foreign, 60), _write_shared),
 )  # fmt: skip
 MIXTRAL = Family(
     "mixtral",
@@ -785,6 +825,10 @@ def _write_rows(x: Sequence[np.ndarray], c: ModelConfig) -> np.ndarray:
 
 _FUSED = Transform(_read_qkv, _write_rows)
 _HALVES = Transform(lambda x, c: [part.T for part in np.split(x, 2)], _write_rows)
+_FUSED_GATED = [
+    Weight("layers.{}.mlp.gate_up_proj.weight", ("layers/mlp/gate/kernel", "layers/mlp/input/kernel"), _HALVES),
+    *dense_rows("layers.{}.mlp.down_proj", "layers/mlp/output"),
+]
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -795,8 +839,7 @@ PHI3 = Family(
         *_NORMS,
         Weight(_THERE + "qkv_proj.weight", [f"{_HERE}{part}/kernel" for part in QKV], _FUSED),
         Weight(_THERE + "o_proj.weight", (_HERE + "output/kernel",), TRANSPOSED),
-        Weight("layers.{}.mlp.gate_up_proj.weight", ("layers/mlp/gate/kernel", "layers/mlp/input/kernel"), _HALVES),
-        *dense_rows("layers.{}.mlp.down_proj", "layers/mlp/output"),
+        *_FUSED_GATED,
     ],
     rotary_fraction=1.0,
 )
@@ -838,46 +881,135 @@ SMOLLM3 = Family(
 )  # fmt: skip
 
 
+# Rotary positions of neighbouring channels, as if they were halves; channels that are not rotated come last.
+
+
+def _reordered(x: np.ndarray, c: ModelConfig, how: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
+    heads = x.reshape(-1, c.head_dim, *x.shape[1:])
+    turned, rest = np.split(heads, [c.rotary_channels], axis=1)
+    turned = how(turned.reshape(-1, *x.shape[1:]), len(heads)).reshape(turned.shape)
+    return np.concatenate([turned, rest], axis=1).reshape(x.shape)
+
+
+_PAIRED = Transform(lambda x, c: (_reordered(x, c, unpair).T,), lambda x, c: _reordered(x[0].T, c, pair))
+_TURNED = (_HERE + "query/", _HERE + "key/")
+_PAIRED_ATTENTION = [row._replace(how=_PAIRED) if row.here[0].startswith(_TURNED) else row for row in _ATTENTION]
+
+
+def _slides(foreign: Mapping[str, Any], layer: int) -> bool:
+    kinds = foreign.get("layer_types")
+    if isinstance(kinds, list):
+        return layer < len(kinds) and kinds[layer] == "sliding_attention"
+    return (layer + 1) % max(integer(foreign, "sliding_window_pattern", 4), 1) != 0
+
+
+def _read_cohere(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    switch, pattern = foreign.get("layer_switch"), integer(foreign, "sliding_window_pattern", 4)
+    require(switch in (None, pattern), f"layer_switch={switch} is not supported", f"{pattern}")
+    require(foreign.get("sliding_window", ...) is not None, "sliding_window=None is not supported", "an integer")
+    layers = tuple(_slides(foreign, layer) for layer in range(min(integer(foreign, "num_hidden_layers"), 2**12)))
+    return {"rotary_layers": layers, "scan_layers": len(set(layers)) == 1}
+
+
+COHERE2 = Family(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    _LLAMA_BASE | {"norm": "layernorm", "block": "parallel_one_norm"},
+    {name: row for name, row in (_LLAMA_FIELDS | _BIASED).items() if name != "rms_norm_eps"} | {
+        "max_position_embeddings": Same("max_length", 8192),
+        "layer_norm_eps": Same("norm_eps", 1e-5),
+        "logit_scale": Same("logits_multiplier", 0.0625),
+        "sliding_window": Same("attention_window", 4096),
+        "tie_word_embeddings": Same("tie_embeddings", True),
+        # What published configs say beside what transformers reads.
+        "order_of_interleaved_layers": Only(("local_attn_first",)),
+        "position_embedding_type": Only(("rope_gptj",)),
+        "use_qk_norm": Only((False,)),
+        **dict.fromkeys(("use_gated_activation", "use_parallel_block"), Only((True,))),
+        **dict.fromkeys(("use_embedding_sharing", "use_parallel_embedding"), Only((True, False))),
+    },
+    [*_ENDS, *_PAIRED_ATTENTION, *_GATED, *norm_rows("layers.{}.input_layernorm", "layers/attention_norm")],
+    windowed=_slides,  # these layers have rotary positions, and no others
+    more=More(frozenset({"layer_switch"}), _read_cohere, lambda c: {}),
+)  # fmt: skip
+
+
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    _LLAMA_BASE | {"block": "sandwich_norm"},
+    _LLAMA_FIELDS | {
+        "attention_bias": _QKV_BIASED,
+        "head_dim": Same("d_head", 128),
+        "max_position_embeddings": Same("max_length", 131_072),
+        "num_key_value_heads": Same("num_kv_heads", 2),
+        "rms_norm_eps": Same("norm_eps", 1.5625e-7),
+    },
+    [*_ENDS, *_PAIRED_ATTENTION, *_FUSED_GATED, *_NORMS,
+     *norm_rows("layers.{}.post_self_attn_layernorm", "layers/attention_output_norm"),
+     *norm_rows("layers.{}.post_mlp_layernorm", "layers/mlp_output_norm")],
+    rotary_fraction=0.5,
+)  # fmt: skip
+
+
+# Granite: Llamas with factors.
+
+
 def _read_granite(foreign: Mapping[str, Any]) -> dict[str, Any]:
-    layers, scale = integer(foreign, "num_hidden_layers"), foreign.get("attention_multiplier", 1.0)
-    width = round(scale**-2) if isinstance(scale, int | float) and scale > 0 else 0
+    scale, divisor = foreign.get("attention_multiplier", 1.0), foreign.get("logits_scaling", 1.0)
+    width = round(scale**-2) if isinstance(scale, int | float) and scale > 1e-9 else 0
     require(
         width > 0 and abs(width**-0.5 - scale) < 1e-9, f"attention_multiplier={scale!r}", "1 / the root of an integer"
     )
-    thetas = foreign.get("layer_rope_theta")  # 0 for layers without rotary positions
-    if thetas is None:
-        return _read_biases(foreign) | {"logits_width": width}
-    fits = isinstance(thetas, list) and len(thetas) == layers and len({theta for theta in thetas if theta}) == 1
-    require(fits, f"layer_rope_theta={thetas} is not supported", "0 or one other number for each layer")
-    rotating = tuple(bool(theta) for theta in thetas)
-    fields = {"logits_width": width, "rope_theta": max(thetas), "rotary_layers": rotating}
-    return _read_biases(foreign) | fields | {"scan_layers": len(set(rotating)) == 1}
+    fits = isinstance(divisor, int | float) and 1e-9 < divisor < 1e9
+    require(fits, f"logits_scaling={divisor!r} is not supported", "a positive number")
+    return _read_biases(foreign) | {"logits_width": width, "logits_multiplier": 1.0 / divisor}
 
 
 def _write_granite(c: ModelConfig) -> dict[str, Any]:
+    scale = (c.logits_width or c.head_dim) ** -0.5
+    return _write_biases(c) | {"attention_multiplier": scale, "logits_scaling": 1.0 / c.logits_multiplier}
+
+
+_GRANITE = More(
+    frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "logits_scaling"}), _read_granite, _write_granite
+)
+_GRANITE_FIELDS = _NO_BIASES | {name: Same(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")}
+GRANITE = Family("granite", "GraniteForCausalLM", _LLAMA_BASE, _GRANITE_FIELDS, _LLAMA_WEIGHTS, more=_GRANITE)
+
+
+def _read_granite_swa(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    fields, layers = _read_granite(foreign), integer(foreign, "num_hidden_layers")
+    thetas = foreign.get("layer_rope_theta")  # 0 for layers without rotary positions
+    if thetas is None:
+        return fields
+    fits = isinstance(thetas, list) and len(thetas) == layers and len({theta for theta in thetas if theta}) == 1
+    require(fits, f"layer_rope_theta={thetas} is not supported", "0 or one other number for each layer")
+    rotating = tuple(bool(theta) for theta in thetas)
+    fields |= {"rope_theta": max(thetas), "rotary_layers": rotating}
+    return fields | {"scan_layers": len(set(rotating)) == 1}
+
+
+def _write_granite_swa(c: ModelConfig) -> dict[str, Any]:
     thetas = [c.rope_theta if c.layer_rotates(layer) else 0 for layer in range(c.num_layers)]
-    return _write_biases(c) | {
-        "attention_multiplier": (c.logits_width or c.head_dim) ** -0.5,
-        "layer_rope_theta": thetas,
-    }
+    return _write_granite(c) | {"layer_rope_theta": thetas}
 
 
 GRANITE_SWA = Family(
     "granite_swa",
     "GraniteSWAForCausalLM",
     _LLAMA_BASE | {"normalizer": "learned_sink"},
-    _NO_BIASES | {
+    _GRANITE_FIELDS | {
         "num_key_value_heads": Same("num_kv_heads", 4),
         "rms_norm_eps": Same("norm_eps", 1e-5),
         "sliding_window": Same("attention_window", 128),
         "tie_word_embeddings": Same("tie_embeddings", True),
-        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), Only((1.0,))),
     },
     [*_LLAMA_WEIGHTS, _SINKS],
     windowed=lambda foreign, layer: layer % 4 != 0,
-    more=More(frozenset({"attention_bias", "mlp_bias", "attention_multiplier", "layer_rope_theta"}), _read_granite,
-              _write_granite),
+    more=More(_GRANITE.names | {"layer_rope_theta"}, _read_granite_swa, _write_granite_swa),
 )  # fmt: skip
 _ALL = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO, OLMO2, GPT_NEOX, OPT, DEEPSEEK_V2, GPT_OSS, GEMMA, GEMMA2, GEMMA3)
-_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (GEMMA3_IMAGES, QWEN3_MOE, MIXTRAL, OLMOE, PHI3, SMOLLM3, GRANITE, GRANITE_SWA, OLMO3, SEED_OSS)
+_ALL += (QWEN2_MOE, COHERE2, GLM4, DEEPSEEK_V3)
 FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}

@@ -161,18 +161,23 @@ class Block(nn.Module):
         super().__init__()
         c, kind = config.model, at(config.model["mlp"], layer)
         self.placement, self.window = c["block"], at(c["attention_window"], layer)
+        self.multiplier = c["residual_multiplier"]
         self.attention = Attention(config, layer, slot) if at(c["attention"], layer) else None
         self.mlp = None if kind == "none" else Feedforward(c, kind)
         for part in (part for part in ("attention", "mlp") if getattr(self, part) is not None):
             for name in ("norm", "output_norm") if c["block"] == "sandwich_norm" else ("norm",):
-                setattr(self, f"{part}_{name}", Norm(c, c["d_model"]))
+                setattr(self, f"{self.normed(part)}_{name}", Norm(c, c["d_model"]))
+
+    def normed(self, part):
+        return "attention" if self.placement == "parallel_one_norm" else part
 
     def read(self, x, part):
+        part = self.normed(part)
         return x if self.placement == "output_norm" else getattr(self, f"{part}_norm")(x)
 
     def written(self, y, part):
         name = {"output_norm": f"{part}_norm", "sandwich_norm": f"{part}_output_norm"}.get(self.placement)
-        return y if name is None else getattr(self, name)(y)
+        return self.multiplier * (y if name is None else getattr(self, name)(y))
 
     def forward(self, x, *given):
         before, weights = x, None
@@ -180,7 +185,8 @@ class Block(nn.Module):
             y, weights = self.attention(self.read(x, "attention"), *given)
             x = x + self.written(y, "attention")
         if self.mlp is not None:
-            x = x + self.written(self.mlp(self.read(before if self.placement == "parallel" else x, "mlp")), "mlp")
+            read = self.read(before if self.placement.startswith("parallel") else x, "mlp")
+            x = x + self.written(self.mlp(read), "mlp")
         return x, weights
 
 
@@ -216,7 +222,7 @@ class OrthojaxForCausalLM(PreTrainedModel, GenerationMixin):
         mask = x.new_ones(B, seen + T) if attention_mask is None else attention_mask
         keys = mask.long().cumsum(-1) - 1  # their positions
         positions = keys[:, -T:].clamp(min=0) if position_ids is None else position_ids.expand(B, T)
-        x = x * math.sqrt(D) if c["scale_embeddings"] else x
+        x = c["embedding_multiplier"] * (x * math.sqrt(D) if c["scale_embeddings"] else x)
         if c["position"] == "learned":
             if mask.shape[1] > c["max_length"]:
                 raise ValueError(f"{mask.shape[1]} tokens are more than the model's max_length={c['max_length']}")
@@ -228,7 +234,7 @@ class OrthojaxForCausalLM(PreTrainedModel, GenerationMixin):
             attentions.append(weights)
         x = self.final_norm(x)
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = F.linear(x[:, last], (self.head or self.token_embedding).weight)
+        logits = c["logits_multiplier"] * F.linear(x[:, last], (self.head or self.token_embedding).weight)
         logits = c["final_soft_cap"] * torch.tanh(logits / c["final_soft_cap"]) if c["final_soft_cap"] else logits
         loss = None if labels is None else self.loss_function(logits, labels, c["vocab_size"], **kwargs)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
