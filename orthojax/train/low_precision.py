@@ -112,7 +112,7 @@ def training_linear(train: TrainConfig) -> LinearFunction:
 def _rounded_linear(recipe: Recipe) -> LinearFunction:
     @plain_product
     def rounded(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        if is_head(path) or path.rpartition("/")[2] == "router":
+        if is_head(path) or path.rpartition("/")[2] in ("router", "shared_gate"):
             return linear(x, kernel, bias, path)
         y: Any = low_precision_product(recipe, zlib.crc32(path.encode()), x, kernel)
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
