@@ -26,12 +26,13 @@ class Recipe(NamedTuple):
 
     q rounds to the nearest, in blocks along the axis that a product sums over; with `square` those of W are squares,
     so that forward and backward round it alike. s rounds to either neighbour with `stochastic`, the nearer the
-    likelier, so that its mean is g. H mixes 16
-    consecutive tokens of a row by a Hadamard matrix with random signs, the same in every layer and step, which spreads
-    outliers and cancels in the product. FP8 has one scale a tensor, E4M3 forward and E5M2 for gradients, and none of
-    these. Derivatives pass through the rounding. The noise of s is a hash of the layer's name, the first bits of the
-    largest element of g, and the position: the same on resuming and, as good as always, on any mesh,
-    but that accumulation over `data` alone rounds each device's part by itself.
+    likelier, so that its mean is g. H mixes 16 consecutive tokens of a row by a Hadamard matrix with random signs, the
+    same in every layer and step, which spreads outliers and cancels in the product. FP8 has one scale a tensor, E4M3
+    forward and E5M2 for gradients, and none of these. Derivatives pass through the rounding.
+
+    The noise of s is a hash of the layer's name, the first bits of the largest element of g, and the position: the same
+    on resuming and, as good as always, on any mesh, but that accumulation over `data` alone rounds each device's part
+    by itself.
 
     Reference:
       Pretraining Large Language Models with NVFP4, `arXiv 2509.25149 <https://arxiv.org/abs/2509.25149>`_, 2025; of FP8
