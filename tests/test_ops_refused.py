@@ -41,8 +41,6 @@ FUNCTIONS = [
     (lambda _, *how: quantize.absmax(X, *how), [
         (1, "bits=1"), (17, "bits=17"), (8.0, "bits=8.0"), (None, "bits=None"), (8, "token", "axes='token'")],
      ValueError),
-    (lambda _, *how: quantize.quantize(X, *how), [
-        ("absmax", 1, "bits=1"), ("absmax", 9, "bits=9"), ("abs_max", 8, "'abs_max'")], ValueError),
     (lambda _, function, *how: function(X, *how), [
         (function, axis, f"axis={axis}") for function in (quantize.mxfp4, quantize.nvfp4) for axis in (5, -3, 0.5)]
      + [(quantize.e4m3, 2, 4, "axes=2"), *((quantize.e4m3, -1, block, f"block={block}") for block in (0, 2.5))],

@@ -21,7 +21,7 @@ from refusals import assert_refused, refused
 from thinned import quick_and_slow
 
 import orthojax
-from orthojax import pretrained, quant
+from orthojax import pretrained
 from orthojax.config import Config, ExpertsConfig, LatentConfig, RopeConfig
 from orthojax.data.tokenizers import ByteTokenizer, from_json
 from orthojax.errors import UserError
@@ -353,19 +353,11 @@ def write_into(folder, name):
         assert (folder / "file").read_text() == "kept"
 
 
-def write_integers(folder):
-    try:
-        write_folder(folder / "model", LLAMA, quant.integer_params(stacked_params(LLAMA), quant.INT8_MODERATE))
-    finally:
-        assert not (folder / "model").exists()
-
-
 @refused(
     (read_damaged, DAMAGES),
     (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS),
     (lambda _, rope: read_foreign_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | rope}), ROPE_ERRORS),
     (write_into, [(".", "is not empty"), ("file", "file")]),
-    (write_integers, "integers"),
     (orthojax.load, "test_refused"),  # an empty folder
     (read_folder, "test_refused"),
     (lambda d: read_damaged(d, lambda model: None, lambda model: require_tokenizer(orthojax.load(model))), "tokenizer"),
