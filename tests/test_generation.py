@@ -10,7 +10,7 @@ import model_oracle
 import numpy as np
 import pytest
 from model_oracle import stacked_params
-from refusals import assert_refused, refused
+from refusals import refused
 from scipy.special import log_softmax
 from thinned import quick_and_slow
 
@@ -200,7 +200,7 @@ def with_cache(_, rows, length, tokens=TOKENS, **options):
     model.apply({"params": params}, tokens, cache=cache, **options)
 
 
-@refused(
+test_refused = refused(
     (with_cache, [(2, T - 1, "cache of 10"), (1, T, "keys (2, 1, 11, 4, 4)"), (2, T, TOKENS[:, :4], "cache of 11"),
                   (1, 17, "max_length=16")]),
     (lambda _: with_cache(_, 2, T, interventions=Interventions(first_mlp_scale=jnp.ones(2))),
@@ -216,8 +216,6 @@ def with_cache(_, rows, length, tokens=TOKENS, **options):
     (lambda _: stream(loaded(RELAXED), [1, 2, 3], 2), "at least 4 tokens"),
     (lambda _: stream_loss_nats(loaded(RELAXED), TOKENS), "token by token"),
 )  # fmt: skip
-def test_refused(call, arguments, words, error, tmp_path):
-    assert_refused(call, tmp_path, arguments, words, error)
 
 
 # A rolling window.

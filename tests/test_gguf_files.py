@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from model_oracle import random_params
-from refusals import assert_refused, refused
+from refusals import refused
 from test_pretrained_import import KINDS
 
 import orthojax
@@ -275,7 +275,7 @@ def read_overwritten(folder, name, offset, written):
 TWO = np.ones(2, np.float32)
 
 
-@refused(
+test_refused = refused(
     (lambda d, damage: read_with(d, damage=damage), [
         (damage, "model.gguf") for damage in (
             lambda content: content[: len(content) * 9 // 10], lambda content: content[: len(content) // 20],
@@ -299,8 +299,6 @@ TWO = np.ones(2, np.float32)
         ({"llama__attention__head_count_kv": [2, 4]}, "differs between layers")]),
     (lambda d: load_tokenizer(tokenizer_file(d / "model.gguf", pre="tekken")), "'tekken'"),
 )  # fmt: skip
-def test_refused(call, arguments, words, error, tmp_path):
-    assert_refused(call, tmp_path, arguments, words, error)
 
 
 # Tokenizers. GPT-2's 256 bytes come first, so that "!" is 0 and a space 220, then merges and other tokens.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tokenizers as hf
 from model_oracle import CONFIGS, stacked_params
-from refusals import assert_refused, refused
+from refusals import refused
 from thinned import quick_and_slow
 
 import orthojax
@@ -353,7 +353,7 @@ def write_into(folder, name):
         assert (folder / "file").read_text() == "kept"
 
 
-@refused(
+test_refused = refused(
     (read_damaged, DAMAGES),
     (lambda _, family, fields: read_foreign_config(FAMILIES[family], SIZES | fields), WINDOWS),
     (lambda _, rope: read_foreign_config(FAMILIES["llama"], SIZES | {"rope_parameters": YARN | rope}), ROPE_ERRORS),
@@ -362,8 +362,6 @@ def write_into(folder, name):
     (read_folder, "test_refused"),
     (lambda d: read_damaged(d, lambda model: None, lambda model: require_tokenizer(orthojax.load(model))), "tokenizer"),
 )
-def test_refused(call, arguments, words, error, tmp_path):
-    assert_refused(call, tmp_path, arguments, words, error)
 
 
 # Where models are.

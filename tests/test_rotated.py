@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import assert_refused, refused
+from refusals import refused
 from tiny_run import drawn_params
 
 from orthojax import quant
@@ -120,7 +120,7 @@ def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
     assert 0 < np.abs(found - exact).mean() < 0.2 * np.abs(together - exact).mean()
 
 
-@refused(
+test_refused = refused(
     (lambda _, changes: quant.rotate_after_training({}, dataclasses.replace(LLAMA, **changes)), [
         ({"norm": "layernorm"}, "norm='layernorm'"), ({"block": "output_norm"}, "block='output_norm'"),
         ({"embedding_projection": True}, "embedding_projection")]),
@@ -128,5 +128,3 @@ def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
         *((prefix, "a prefix of shape") for prefix in ([], [[1, 2]])),
         *((prefix, "prefix: token ids") for prefix in ([99], [-1], [1.5], [True]))]),
 )  # fmt: skip
-def test_refused(call, arguments, words, error, tmp_path):
-    assert_refused(call, tmp_path, arguments, words, error)
