@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -58,7 +57,6 @@ class Problem(NamedTuple):
     params: Any
     expected: dict[str, str]  # what is rotated, by path, with KIND for the kind
     axes: Any = "output"
-    kernel_layout: Any = "in_out"
 
 
 # Plain trees.
@@ -152,41 +150,14 @@ def nnx_model():
     return Problem(lambda p: next_error(nnx.merge(graph, p, rest)(SEQUENCES)), params, expected, attention_axes)
 
 
-# equinox: a module holds its activation, kernels are [out, in], and everything is called weight.
-
-
-class EquinoxModel(eqx.Module):
-    emb: eqx.nn.Embedding
-    norms: eqx.nn.LayerNorm  # of two layers, stacked
-    mlp: eqx.nn.MLP
-
-    def __init__(self, key):
-        self.emb = eqx.nn.Embedding(5, 4, key=key)
-        self.norms = jax.vmap(lambda _: eqx.nn.LayerNorm(4))(jnp.arange(2))
-        self.mlp = eqx.nn.MLP(4, 1, 8, 2, activation=jax.nn.tanh, key=key)
-
-    def __call__(self, x):
-        for layer in range(2):
-            x = x + jax.tree.map(lambda leaf, layer=layer: leaf[layer], self.norms)(x)
-        return self.mlp(x + self.emb(0))
-
-
-def equinox():
-    params, static = eqx.partition(EquinoxModel(jax.random.key(0)), eqx.is_inexact_array)
-    expected = {"emb/weight": "axes (1,): KIND 4"}
-    expected |= {f"mlp/layers/{i}/weight": "axes (0,): KIND 8" for i in range(2)}
-    loss = lambda p: squared_error(jax.vmap(eqx.combine(p, static))(X))  # noqa: E731
-    return Problem(loss, params, expected, kernel_layout="out_in")
-
-
-PROBLEMS = {"plain": plain, "linen": linen, "nnx": nnx_model, "equinox": equinox}
+PROBLEMS = {"plain": plain, "linen": linen, "nnx": nnx_model}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
 def test_parameters_are_rotated_and_train(name, kind):
     problem = PROBLEMS[name]()
-    rotation = Rotation(kind, problem.axes, kernel_layout=problem.kernel_layout)
+    rotation = Rotation(kind, problem.axes)
     found = describe(rotation, problem.params)
     rotated = {path: what for path, what in found.items() if not what.startswith("left alone")}
     assert rotated == {path: what.replace("KIND", kind) for path, what in problem.expected.items()}

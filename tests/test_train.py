@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 import pytest
 import tiny_run
 from scipy.special import log_softmax
@@ -23,7 +22,7 @@ from orthojax.config import OptimConfig, RotationConfig, replace
 from orthojax.errors import UserError
 from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_layers
 from orthojax.ops import cross_entropy_nats
-from orthojax.optim import RotatedAxes, rotate, unrotate
+from orthojax.optim import RotatedAxes, Rotation, muon_orthoadam, rotate, unrotate
 from orthojax.train import build, evaluate, init_state, learning_rate_schedule, make_rotation, train
 from orthojax.train.estimates import opening
 from orthojax.train.optimizer import decay_mask, rotated_axes, shared_basis
@@ -239,12 +238,6 @@ TREE = {
 }
 MASK = jax.tree.map(lambda shape: len(shape) == 2, TREE, is_leaf=lambda x: isinstance(x, tuple))  # what decays
 ADAM, ROTATION = optax.scale_by_adam(0.8, 0.95, 1e-6), make_rotation(RotationConfig(seed=0))
-MUON = optax.contrib.muon(
-    1.0, beta=0.7, consistent_rms=0.2,
-    muon_weight_dimension_numbers=lambda params: jax.tree.map(
-        lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
-    ),
-)  # fmt: skip
 
 
 def lamb(config):
@@ -267,10 +260,10 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def random_tree(seed):
+def random_tree(seed, shapes=TREE):
     rng = np.random.default_rng(seed)
     draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, TREE, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -314,27 +307,15 @@ def test_momentum_is_the_optimizers_own_unless_it_is_set():
 
 
 @pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
-def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
-    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain.
-
-    Each layer of stacked kernels [layers, in, out] is one for itself; vectors [layers, out] have two axes, too.
-    """
-    stacked = {"layers/mlp/input/kernel": "muon", "layers/mlp/input/bias": "adam"}
-    shape = {"layers": {"mlp": {"input": {"kernel": (3, 4, 8), "bias": (3, 8)}}}}
-    shape |= {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
-    shape |= {"layers_0": TREE["layers_0"], "head": {"kernel": (4, 6)}}
-    sizes = {3: np.array([1.0, 1e-3, 30.0])}  # of the layers' gradients
+def test_muon_of_a_run_is_the_library_s(of_tables):
+    """By our own names: each layer of stacked kernels is one for itself; stacked biases are vectors."""
+    shapes = {"layers": {"mlp": {"input": {"kernel": (3, 4, 8), "bias": (3, 8)}}}, "head": {"kernel": (4, 6)}}
+    shapes |= {"position_embedding": {"embedding": (3, 4)}} | TREE
+    options = {"momentum": 0.7, "b1": 0.8, "b2": 0.95, "eps": 1e-6}
     config = OptimConfig(
-        optimizer="muon", momentum=0.7, b1=0.8, b2=0.95, eps=1e-6, learning_rate=0.01, clip_norm=None, warmup_steps=0,
-        muon_embeddings=of_tables, rotation=RotationConfig(seed=0),
+        optimizer="muon", learning_rate=0.01, clip_norm=None, warmup_steps=0, muon_embeddings=of_tables,
+        rotation=RotationConfig(seed=0), **options,
     )  # fmt: skip
-
-    def gradients(seed):
-        def draw(shape):
-            size = sizes.get(shape[0], np.ones(1)).reshape(-1, *(1,) * (len(shape) - 1))
-            return (size * np.random.default_rng([seed, *shape]).normal(size=shape)).astype(np.float32)
-
-        return jax.tree.map(draw, shape, is_leaf=lambda x: isinstance(x, tuple))
 
     @functools.partial(jax.jit, static_argnums=0)
     def updates(optimizer, seen):
@@ -343,24 +324,10 @@ def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(
             found, state = optimizer.update(gradient, state, seen[0])
         return found
 
-    seen = [gradients(seed) for seed in range(3)]
-    rate = optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t))
-    own = {"adam": ADAM, "muon": optax.chain(MUON, optax.scale(-1.0))}
-    own["orthoadam"] = optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION))
-    labels = {path: of_tables or "adam" for path in by_path(seen[0])}
-    labels |= {"layers_0/mlp/input/kernel": "muon", "head/kernel": of_tables or "muon"}
-    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"} | stacked
-    found = by_path(updates(optimizer_of(config, 10), seen))
-    for path, name in labels.items():
-        leaves = [by_path(gradient)[path] for gradient in seen]
-        layers = zip(*leaves, strict=True) if path in stacked else [leaves]
-        alone = optax.chain(own[name], rate)
-        # Under their own path, which some rules read.
-        trees = ([functools.reduce(lambda t, key: {key: t}, path.split("/")[::-1], x) for x in of] for of in layers)
-        wanted = [by_path(updates(alone, seen_alone))[path] for seen_alone in trees]
-        wanted = np.stack(wanted) if path in stacked else wanted[0]
-        tolerances = {"rtol": 1e-4, "atol": 1e-7} if path in stacked else {"rtol": 1e-6, "atol": 1e-8}
-        np.testing.assert_allclose(found[path], wanted, **tolerances, err_msg=f"{path} by {name}")
+    rule = learning_rate_schedule(config, 10)
+    library = muon_orthoadam(rule, **options, embeddings=of_tables, rotation=Rotation(axes=4))
+    seen = [random_tree(seed, shapes) for seed in range(3)]
+    assert_trees_close(updates(optimizer_of(config, 10), seen), updates(library, seen), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-20, 0.0])
