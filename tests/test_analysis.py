@@ -92,15 +92,6 @@ def test_special_positions_are_no_others():
     assert found["max_abs_special"] == pytest.approx(peak[~kept].mean(), rel=1e-5)
 
 
-def test_a_spike_at_position_0_is_seen_there():
-    x = np.tile([1.0, -1.0], (B, T, D // 2))
-    x[:, 0] = 0.0
-    x[:, 0, 5] = -300.0
-    check({"kurtosis_first": D - 2 + 1 / (D - 1), "kurtosis_rest": 1.0}, x, rtol=1e-6)
-    check({"max_abs_first": 300.0, "max_abs_rest": 1.0, "norm_ratio_first": 1.0, "norm_ratio_rest": 0.25}, x, rtol=0)
-    check({"residual_norm_first": 300.0, "residual_norm_rest": 4.0}, x, rtol=0)
-
-
 @pytest.mark.parametrize("normalised", [True, False])
 def test_attention_metrics_are_their_definitions(normalised):
     weights = LAYER["attention_weights"].copy()

@@ -314,7 +314,7 @@ def test_only_a_checkpoint_decides_that_a_run_began(copy):
     train(replace(CONFIG, {"train.steps": 3}), INPUTS, copy)
 
 
-# Signals and kill -9 at random moments; test_command_lines.py has a signal to a command.
+# Signals and kill -9 at random moments.
 
 
 def command(home, workdir):

@@ -67,15 +67,6 @@ def test_a_flipped_byte_changes_no_number(kind, tmp_path):
     assert noticed > 100  # the others flip a blank, or one sign of JSON to another with its meaning
 
 
-@pytest.mark.parametrize("field", ["n_bytes", "n_documents", "eos_id", "bos_id", "vocab_size"])
-def test_a_digit_of_a_sidecar_is_not_believed(field, tmp_path):
-    write_sidecar(tmp_path / "t.json")
-    values = json.loads((tmp_path / "t.json").read_text())
-    write_text(tmp_path / "t.json", json.dumps(values | {field: values[field] + 1}))
-    with pytest.raises(UserError, match="were changed since they were written"):
-        open_token_file(tmp_path / "t.bin")
-
-
 @pytest.mark.parametrize("kind", ["results", "card", "sidecar"])
 def test_files_without_a_sum_are_read_and_said_to_be_unchecked(kind, tmp_path, capsys):
     name, write, read = KINDS[kind]

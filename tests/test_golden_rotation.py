@@ -15,15 +15,6 @@ from orthojax.optim import RotatedAxes, Rotation, rotate
 
 # sqrt(n) Q x, whose entries are integers: x counts 1, 2, ..., n on every row.
 GOLDEN = {
-    0: {
-        "head/kernel": [[28, 10, -28, 4, -6, 44, -18, 30, -38, 34, 16, -8]],
-        "layers/mlp/kernel": [
-            [2, 10, -26, -2, -6, 10, 26, -6],
-            [20, -4, 4, -4, -32, 0, 12, -4],
-            [6, 6, -22, -6, -2, 6, 30, -10],
-        ],
-        "layers_5/mlp/kernel": [[-10, -18, -14, 26, 10, 10, 10, -6]],
-    },
     7: {
         "head/kernel": [[-4, 18, 8, 60, 30, -20, -42, -14, -22, -6, 0, -4]],
         "layers/mlp/kernel": [
@@ -133,7 +124,7 @@ def test_they_are_built_from_the_definition():
             signs = sylvester.T @ row / 8 / np.arange(1, 9)  # H^T H = 8 I
             assert tuple(signs) == defined_signs("layers/mlp/kernel/*", layer, 8, seed)
             found.add(tuple(signs))
-    assert len(found) == 8
+    assert len(found) == 4
 
 
 def test_neither_hash_seed_nor_settings_of_the_generator_change_them():

@@ -178,13 +178,12 @@ def test_a_measurement_that_was_changed_is_refused(tmp_path):
 
     text, arrays = (tmp_path / f"measured/planted.{kind}" for kind in ("json", "npz"))
     assert of() == of() == {"loss_nats": 0.1}
-    for path, content in {text: text.read_bytes().replace(b"0.1", b"0.2"), arrays: arrays.read_bytes()[:-9]}.items():
-        before = path.read_bytes()
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=r"planted\.json or its arrays were changed"):
-            of()
-        path.write_bytes(before)
-    assert (of(), len(calls)) == ({"loss_nats": 0.1}, 1)
+    assert len(calls) == 1
+    before = arrays.read_bytes()
+    arrays.write_bytes(before[:-9])
+    with pytest.raises(UserError, match=r"planted\.json or its arrays were changed"):
+        of()
+    arrays.write_bytes(before)
     text.write_text('{"loss_nats": 0.3}')  # by an earlier version
     assert of() == {"loss_nats": 0.3}
 
