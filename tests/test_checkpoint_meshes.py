@@ -87,14 +87,6 @@ def test_a_state_is_restored_onto_another_mesh(saved, kind, sizes):
     assert kind != "haar" or any("basis" in path for path in by_path(states[kind].opt_state))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES[:2])])
-def test_and_the_other_way_round(tmp_path, sizes):
-    state = state_of(CONFIG)
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(placed(state, sizes), CONFIG, {})
-    assert bits(restore(tmp_path, CONFIG, (2, 2, 2))) == bits(state)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parameters_alone_are_read_onto_one_device(saved, kind):
     home, states = saved

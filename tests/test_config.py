@@ -31,13 +31,9 @@ def refusal(call, *args) -> list[str]:
 OVERRIDES = {"model.num_kv_heads": ("2", 2), "model.position": ("rotary", "rotary"), "model.attention": ("true", True)}
 OVERRIDES |= {"optim.learning_rate": ("3e-4", 3e-4), "optim.clip_norm": ("none", None), "train.steps": ("2e3", 2000)}
 OVERRIDES |= {"optim.rotation.kind": ("haar", "haar"), "data.tokenizer": ("bytes", "bytes"), "data.seed": (" 12 ", 12)}
-OVERRIDES |= {
-    "model.mlp": (" relu ", "relu"),
-    "optim.eps": ("2", 2.0),
-    "mesh.fsdp": ("-1", -1),
-    "data.bos": ("true", True),
-}
-OVERRIDES |= {"model.d_head": ("None", None), "model.gated_attention": ("elementwise", "elementwise")}
+OVERRIDES |= {"model.mlp": (" relu ", "relu"), "optim.eps": ("2", 2.0), "mesh.fsdp": ("-1", -1)}
+OVERRIDES |= {"data.bos": ("true", True), "model.d_head": ("None", None)}
+OVERRIDES |= {"model.gated_attention": ("elementwise", "elementwise")}
 
 
 def test_one_override_changes_one_field():
