@@ -281,23 +281,6 @@ def test_unwritable_evaluation_is_refused_before_the_work(home):
 # What works.
 
 
-def test_token_files_are_made_and_trained_on(home):
-    done = run("prepare_data", "--input=text.txt,", "--output=tokens", cwd=home)
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in (home / "tokens").iterdir()} == {
-        "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
-    }  # fmt: skip
-    arguments = [
-        *SMALL_RUN, "--workdir=new", "--config.data.kind=tokens",
-        "--config.data.paths=tokens/train.bin,tokens/validation.bin",
-    ]  # fmt: skip
-    done = run("train", *arguments, cwd=home)
-    assert done.returncode == 0, done.stderr
-    lines = (map(json.loads, (home / name / "metrics.jsonl").open()) for name in ("new", "run"))
-    losses = [[(line["step"], line.get("loss_nats")) for line in of] for of in lines]
-    assert losses[0] == losses[1]  # the same text as by data.kind=text
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_lists_every_flag_and_config_field(tmp_path, script):
     done = run(script, "--help", cwd=tmp_path)

@@ -228,14 +228,6 @@ def test_the_oracle_is_the_law_by_enumeration(name, x64):
     np.testing.assert_allclose(np.sum(law, -1), 1.0, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("p", "name"), [(0.0, "backcopy"), (1.0, "backward")])
-def test_interpolation_ends_in_its_two_rules(p, name):
-    mixed, rows = small(other_rule="bigram_backward", other_rule_probability=p), batch_of(name)
-    np.testing.assert_array_equal(mixed.batch(0, B2, T2, 0), rows)
-    law = small(**CASES[name]).oracle(rows[:, :-1])
-    np.testing.assert_array_equal(mixed.oracle(rows[:, :-1]), law)
-
-
 # Where the counts come from.
 
 

@@ -129,16 +129,6 @@ def test_taps_show_forced_patterns_in_chosen_heads_only():
         attention_pattern("diagonal", T)
 
 
-def test_patched_activations_are_those_of_another_run():
-    params, other = stacked_params(GPT2), (TOKENS + 3) % 11
-    logits, taps = apply(GPT2, params, None, other)
-    patch = Interventions(residual=taps.residual, residual_share=jnp.array([1.0, 0.0]))
-    np.testing.assert_array_equal(apply(GPT2, params, patch)[0], logits)  # what follows sees nothing else
-    plain, taps = apply(GPT2, params)
-    own = Interventions(forced_weights=taps.attention_weights, forced_share=jnp.ones((L, 1)))
-    np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("config", quick_and_slow([GPT2, BACKCOPY], [BACKCOPY]), ids=["scanned", "unrolled"])
 def test_a_shared_bias_equals_one_for_each_layer(config):
     params = stacked_params(config)

@@ -210,15 +210,6 @@ COMPARED = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["1x8x1", pytest.param("2x2x2", marks=slow)])
-def test_orthoadam_sends_what_adam_sends(mesh):
-    flags = ("--tiny", "--json", f"--mesh={mesh}", "--optimizers=adam,orthoadam")
-    adam, ortho = json.loads(run("benchmarks/collectives.py", *flags))["rows"]
-    assert adam["GB/step/device"] > 0.004  # all kernels and the table, there and back
-    assert ortho["/ first"] == pytest.approx(1.0, abs=1e-4)
-    assert adam["all-to-all GB"] == ortho["all-to-all GB"] == 0.0
-
-
 @slow
 def test_muon_sends_every_matrix_once_more():
     flags = ("--tiny", "--json", "--mesh=1x8x1,2x2x2", "--optimizers=adam,muon")
