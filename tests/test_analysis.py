@@ -58,9 +58,6 @@ IS_TRIGGER[:2, 2:] = True  # the first part of the split has no query for the lo
 IDS = np.random.default_rng(5).integers(0, V - 1, (B, T))  # the last id is never seen
 
 
-# One layer.
-
-
 def test_activation_metrics_are_their_definitions():
     x, norms = LAYER["residual"], LAYER["value_norms"]
     kurtosis = scipy.stats.kurtosis(x, axis=-1, fisher=False)
@@ -261,8 +258,6 @@ def test_logits_by_token_are_those_of_loops(bos_count):
             np.testing.assert_allclose(found[name][n], value, rtol=1e-4, err_msg=name)
 
 
-# Arrays of the wrong shape.
-
 WEIGHTS, HIDDEN = TAPS["attention_weights"][0], TAPS["residual"][0]
 _log_probs, _oracle = oracle_and_guess()
 REFUSED = [
@@ -302,8 +297,6 @@ def test_entropy_is_finite_for_weights_of_gelu():
     assert gelu.min() < -1e-3
     assert np.all(np.isfinite(analysis.attention_entropy_by_head(gelu)))
 
-
-# Statistics of layers and batches.
 
 FIRST_AND_REST = {
     f"{name}_{where}"

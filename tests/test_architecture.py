@@ -133,8 +133,6 @@ def test_heavy_libraries_have_one_door_each():
     assert len(users.get("tensorflow_datasets", ())) <= 1
 
 
-# The public names.
-
 PUBLIC = set(
     """softmax1 attention_fn dot_product_attention kurtosis Rotation rotate unrotate scale_by_orthoadam in_rotated_basis
     orthoadam muon_orthoadam ModelConfig Transformer Interventions LoadedModel card load gpt2 llama2 analysis quant
@@ -148,9 +146,6 @@ def test_public_names_are_exported_and_documented():
         assert getattr(orthojax, name).__doc__, name
     with pytest.raises(AttributeError, match="softmax2"):
         orthojax.softmax2  # noqa: B018
-
-
-# Sizes.
 
 
 def test_functions_are_short():

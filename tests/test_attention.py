@@ -185,9 +185,6 @@ def test_windows_may_differ_between_the_layers_of_a_scan(attend, name):
     np.testing.assert_allclose(total, sum(expected), rtol=1e-5, atol=1e-5)
 
 
-# Precision.
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [("softmax1", jnp.float16), *((name, jnp.bfloat16) for name in NORMALIZERS)]
 )
@@ -244,9 +241,6 @@ def test_gradients_of_chunks_are_summed_in_float32(attend):
     ones = jnp.ones((1, t, 1, 1), jnp.bfloat16)
     total = lambda v: jnp.sum(attend(ones, ones, v, normalizer=0.0).astype(jnp.float32))  # noqa: E731
     np.testing.assert_allclose(np.asarray(jax.jit(jax.grad(total))(ones), np.float64), 1.0, rtol=2.0**-7)
-
-
-# The parts, and a mesh.
 
 
 @pytest.mark.parametrize(("name", "kv_heads"), [("softmax1", N), *((name, 2) for name in NORMALIZERS)])

@@ -44,8 +44,6 @@ def results(attend, weights, *arrays):
     return output, pullback(jnp.asarray(weights, output.dtype))
 
 
-# Meshes.
-
 MESHED = {
     "sink": {"normalizer": SINK},
     "one key head": {"normalizer": "softmax1", "kv_heads": 1},
@@ -127,9 +125,6 @@ def test_inside_shard_map_parts_are_attended(case):
     assert_near(got, expected)
 
 
-# Precision and extremes.
-
-
 @pytest.mark.parametrize("dtype", quick_and_slow([jnp.bfloat16, jnp.float16], {jnp.float16}))
 def test_half_precision_is_near_the_definition(dtype):
     arrays = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
@@ -151,9 +146,6 @@ def test_a_bias_beyond_float16_leaves_all_to_sinks():
     ones = jnp.ones((B, 6, N, H), jnp.float16)
     got = jax.jit(partial(results, _attend))(ones, ones, ones, ones, jnp.full((1, 1, 1, 6), -1e30))
     assert all((array == 0.0).all() for array in jax.tree.leaves(got))
-
-
-# vmap.
 
 
 @pytest.mark.parametrize(

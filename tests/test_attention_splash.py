@@ -52,8 +52,6 @@ def test_output_and_gradients_are_the_definition(case):
         assert gradients[3][3] == 0.0  # a head without a sink
 
 
-# Sharded over batch and heads.
-
 BATCH = (*(jnp.asarray(a, jnp.float32) for a in qkv(128, 128, 2, batch=8)), jnp.arange(8, dtype=jnp.int32) * 16)
 
 
@@ -102,8 +100,6 @@ def test_inside_a_shard_map_parts_are_attended(manual, unsharded):
     )
     assert_near(jax.jit(lambda *a: step(*a, function=inside))(*BATCH), unsharded)
 
-
-# The structure of what is lowered for TPUs.
 
 SHAPES = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
 

@@ -160,9 +160,6 @@ def test_the_largest_number_of_a_dtype_is_no_id(dtype):
     np.testing.assert_allclose(cross_entropy_nats(logits, targets), [np.log(100), np.nan], rtol=1e-6)
 
 
-# What is computed, and in which memory.
-
-
 def _products(function, *operands):
     """Counts matrix products in the traced function, those of a loop once."""
     return str(jax.make_jaxpr(function)(*operands)).count("dot_general")
@@ -191,9 +188,6 @@ def test_memory_grows_with_the_chunk_only():
     assert few < 4.5 * (4 * 2 * 4 * 2048)  # the logits of one chunk of 4 positions
     assert used(256, 32) / used(256, 16) > 1.8
     assert used(256, None) > 10 * many
-
-
-# On a mesh.
 
 
 def _mesh(*sizes):
@@ -282,8 +276,6 @@ def test_a_chunk_is_what_one_device_holds():
         assert positions_at_once(16, 6, 2 * V + 1) < 6  # an odd vocabulary is not split
         assert positions_at_once(6, 6, 2 * V) < 6  # sequences that do not divide are not split
 
-
-# In training and evaluation.
 
 MODEL = ModelConfig(
     vocab_size=24, max_length=64, d_model=16, num_layers=1, num_heads=2, d_mlp=24, scan_layers=False, use_bias=True

@@ -41,8 +41,6 @@ def seeds(*values):
     return [{"x": value} if value is not None else None for value in values]
 
 
-# Text and value.
-
 _OPERATORS = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "<": operator.lt,
     "<=": operator.le, ">": operator.gt, ">=": operator.ge, "&": operator.and_, "|": operator.or_,
@@ -117,8 +115,6 @@ def test_python_words_for_and_or_are_refused():
     with pytest.raises(TypeError, match="&"):
         0 < X["a"] < 1  # noqa: B015
 
-
-# Verdicts.
 
 TWO_SEEDS = {"a": seeds(1.0, 5.0), "b": seeds(4.0, 4.0)}
 

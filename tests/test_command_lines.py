@@ -252,9 +252,6 @@ for line in {LIGHT!r}:
     assert done.stderr.count("/nowhere") == len(LIGHT) - 1
 
 
-# Wrong checkpoints.
-
-
 def test_bad_checkpoint_is_neither_evaluated_nor_shown(home):
     for path in (home / "run/checkpoints/6/params/ocdbt.process_0/d").iterdir():
         os.truncate(path, path.stat().st_size // 2)
@@ -276,9 +273,6 @@ def test_unwritable_evaluation_is_refused_before_the_work(home):
     assert "file" in complaint(done)
     assert "%" not in done.stderr
     assert (home / "file").read_text() == "kept"
-
-
-# What works.
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -91,8 +91,6 @@ def test_output_that_its_encoding_lacks_is_escaped(tmp_path, monkeypatch):
     assert (done.returncode, done.stdout) == (0, "workdir caf\\udce9 gr\\xf6\\xdfer\n"), done.stderr
 
 
-# Missing extras.
-
 BLOCKED = """
 import sys
 

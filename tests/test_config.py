@@ -26,8 +26,6 @@ def refusal(call, *args) -> list[str]:
     return lines
 
 
-# Overrides.
-
 OVERRIDES = {"model.num_kv_heads": ("2", 2), "model.position": ("rotary", "rotary"), "model.attention": ("true", True)}
 OVERRIDES |= {"optim.learning_rate": ("3e-4", 3e-4), "optim.clip_norm": ("none", None), "train.steps": ("2e3", 2000)}
 OVERRIDES |= {"optim.rotation.kind": ("haar", "haar"), "data.tokenizer": ("bytes", "bytes"), "data.seed": (" 12 ", 12)}
@@ -159,9 +157,6 @@ def test_config_built_with_a_wrong_value_is_refused():
         assert word in text
 
 
-# JSON.
-
-
 def _values(hint: Any) -> st.SearchStrategy:
     """Values of an annotation, small enough to be allowed nearly everywhere."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -267,9 +262,6 @@ def test_rotation_has_seed_of_run_or_its_own():
     for own in ({"optim.rotation.seed": 0}, {"optim.optimizer": "adam"}):  # programs of Adam are those of every seed
         changed = replace(config, own)
         assert changed.seeded_optim is changed.optim
-
-
-# Small parts.
 
 
 def test_every_leaf_has_a_path_and_is_frozen():

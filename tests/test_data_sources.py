@@ -107,9 +107,6 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, path):
         next(text_corpus([path]).documents())
 
 
-# Files.
-
-
 def test_folders_and_patterns_are_expanded_in_order(tmp_path):
     for name in ("b/2.txt", "b/1.jsonl", "b/deep/3.txt", "b/.hidden", "b/.git/x", "c1.txt", "c2.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,9 +124,6 @@ def test_sha256_is_that_of_a_checksum_listing(tmp_path):
             (tmp_path / name).write_text(text)
         listing = "".join(f"{hashlib.sha256((tmp_path / p).read_bytes()).hexdigest()}  {p}\n" for p in names)
         assert text_corpus([tmp_path / p for p in names]).sha256 == hashlib.sha256(listing.encode()).hexdigest()
-
-
-# The embedded corpus.
 
 
 def test_embedded_corpus_keeps_the_library_only(tmp_path):

@@ -88,9 +88,6 @@ def test_versions_and_data_sets_are_found_by_name(tmp_path):
     assert find_tfds(tmp_path, "c4/en:3.0.1").name == "3.0.1"
 
 
-# Damage.
-
-
 def write_records(tmp_path, content, count=1):
     folder = write_tfds(tmp_path, ["a"] * count, shards=1)
     (folder / "c4-train.tfrecord-00000-of-00001").write_bytes(content)

@@ -90,8 +90,6 @@ def test_utilization_is_the_share_of_the_peak():
         assert model_flops_utilization(463_000, flops, unknown, 1) is None
 
 
-# Dry runs.
-
 MODEL = gpt2("tiny", num_layers=2, d_model=32, num_heads=4, d_mlp=64, vocab_size=64, max_length=16)
 CHANGES = {"optim.optimizer": "orthoadam", "data.sequence_length": 16, "train.steps": 10, "train.batch_size": 16}
 RUN = replace(dataclasses.replace(TINY, model=MODEL), CHANGES)

@@ -144,9 +144,6 @@ def test_some_layers_commute_with_a_rotation(x64):
     assert min(d for pair in found.values() for d in pair if d > 1e-12) > 0.1
 
 
-# The largest channels.
-
-
 def pairwise(sets):
     """Mean of |A & B| / |A| over all pairs, one by one."""
     return np.mean([len(a & b) / len(a) for a, b in itertools.combinations(sets, 2)])
@@ -211,9 +208,6 @@ def test_the_largest_channel_is_ranked_among_output_weights():
     found = channels.ranks_of_largest_channel(*planted(hidden, params))
     assert found["mlp_output"].tolist() == [0, 3]
     assert min(found["attention_output"]) >= D - 2
-
-
-# Losses.
 
 
 def test_jumps_and_rises_are_counted_after_warm_up():

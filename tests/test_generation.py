@@ -119,9 +119,6 @@ def test_interventions_are_those_of_the_uncached_model():
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-# What is written.
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}, {"window": 6, "sinks": 2}], ids=str
 )
@@ -216,9 +213,6 @@ test_refused = refused(
     (lambda _: stream(loaded(RELAXED), [1, 2, 3], 2), "at least 4 tokens"),
     (lambda _: stream_loss_nats(loaded(RELAXED), TOKENS), "token by token"),
 )  # fmt: skip
-
-
-# A rolling window.
 
 
 def test_a_window_that_is_large_enough_changes_nothing():

@@ -388,8 +388,6 @@ def test_a_sentencepiece_model_in_a_file_is_that_model(tmp_path):
         load_tokenizer(wrong)
 
 
-# Chats.
-
 TEMPLATE = """{% for m in messages %}
 {% if m.role != "user" %}{{ raise_exception("no " + m.role) }}{% endif %}
 [{{ m.role }}] {{ m.content }}

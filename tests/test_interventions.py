@@ -166,9 +166,6 @@ def test_gradients_are_the_differences_of_the_float64_model():
         assert_slope(partial(float64_loss, field), value, slopes[field], 1e-4, field)
 
 
-# What is computed, and what is refused.
-
-
 def test_only_forced_weights_need_the_matrix_of_weights():
     size = SCANNED | {"d_model": 32, "max_length": 64}
     config = gpt2("tiny", **size, dtype="bfloat16", attention_implementation="cudnn")
@@ -193,9 +190,6 @@ REFUSED |= {"residual": (L, B, T, D + 1), "residual_share": (), "mlp_output_shar
 def test_wrong_shapes_and_values_without_shares_are_refused(field):
     with pytest.raises(ValueError, match=rf"interventions\.{field}"):
         apply(GROUPED, stacked_params(GROUPED), Interventions(**{field: np.ones(REFUSED[field])}))
-
-
-# In measurements.
 
 
 def test_measure_takes_interventions_and_compiles_once():

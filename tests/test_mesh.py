@@ -71,9 +71,6 @@ def on_one_device(config, steps=20):
     return losses, norms, jax.device_get(state)
 
 
-# The config.
-
-
 def test_sizes_of_a_mesh():
     assert MeshConfig(2, -1, 2).sizes(8) == (2, 2, 2)
     assert MeshConfig(2, 1, -1).sizes(6) == (2, 1, 3)
@@ -108,8 +105,6 @@ def test_wasted_devices_are_reported():
         assert "8 x cpu" in opening(config)[-1]
     assert "key-value heads 2" in opening(on(LLAMA, 2, 1, 4))[-1]
 
-
-# Where things are.
 
 BOTH = ("tensor", "fsdp")
 KERNELS = {
@@ -198,8 +193,6 @@ def test_initial_state_does_not_depend_on_the_mesh():
     assert bits(init_state(on(CONFIG, 2, 2, 2))) == bits(init_state(CONFIG))
 
 
-# The numbers.
-
 MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 1, 2)]
 FAMILIES = {"gpt2": CONFIG, "llama2": LLAMA}
 
@@ -268,9 +261,6 @@ def test_other_optimizers_and_models_on_all_three_axes(changes):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 
-# Gradient accumulation.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (4, 1, 1)])
 def test_accumulated_parts_are_the_whole_batch(mesh):
@@ -297,9 +287,6 @@ def test_accumulated_parts_are_the_whole_batch(mesh):
     np.testing.assert_allclose(others.loss_sum_nats, metrics.loss_sum_nats, rtol=1e-6)
     np.testing.assert_allclose(others.grad_norm, metrics.grad_norm, rtol=1e-5)
     assert_trees_close(other.opt_state["orthoadam"].inner.mu, state.opt_state["orthoadam"].inner.mu, atol=1e-7)
-
-
-# Memory, and what travels.
 
 
 def compiled(config):
@@ -360,9 +347,6 @@ def test_temporaries_fall_with_the_rows():
     assert fsdp < one / 4
 
 
-# Rows.
-
-
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2), (1, 1, 8)])
 def test_every_device_has_its_rows(mesh):
     reads = []
@@ -410,9 +394,6 @@ def test_batches_come_in_order_two_ahead(mesh):
     np.testing.assert_array_equal(last.batches[:, :2], np.stack([tokens(config.train.steps - n) for n in (2, 1)], 1))
     left.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
-
-
-# The whole way.
 
 
 def test_run_on_a_mesh_begins_with_given_parameters(tmp_path, monkeypatch):

@@ -251,9 +251,6 @@ def test_layers_are_unrolled_in_training_on_a_gpu(monkeypatch):
     assert unrolled(num_layers=3, observe=lambda taps: taps.residual) == ["1"]
 
 
-# Parts.
-
-
 @pytest.mark.parametrize("block", ["pre_norm", "output_norm", "parallel"])
 def test_a_bfloat16_residual_stream_is_near_that_of_float32(block):
     config = dataclasses.replace(TINY, block=block, norm="layernorm", num_layers=2, scan_layers=True)
@@ -306,9 +303,6 @@ def test_every_kernel_passes_through_the_linear_function(name, count):
 def test_only_learned_positions_end_at_max_length():
     for position in ("rotary", "none"):
         assert shapes(dataclasses.replace(TINY, position=position, max_length=4), length=5)
-
-
-# Presets and counts.
 
 
 def test_presets_are_stock():

@@ -155,8 +155,6 @@ def test_decay_leaves_vectors_alone_and_a_mask_decides():
             np.testing.assert_allclose(update, expected, atol=1e-7, err_msg=path)
 
 
-# Which parameter is what.
-
 # Tree -> (matrices, of tables and head, vectors), and how some matrices are flattened; None: refused.
 GROUPS = {
     "nanodo": (
@@ -282,8 +280,6 @@ test_refused = refused(
 )  # fmt: skip
 
 
-# In the hands of others.
-
 ROTATION = Rotation(axes=D)
 WRAPPED = {
     "masked": lambda: optax.masked(muon_orthoadam(0.1, rotation=ROTATION), lambda p: jax.tree.map(lambda _: True, p)),
@@ -340,8 +336,6 @@ def test_it_trains_a_model_of_nnx():
     assert labels.count("muon") == 6  # query, key, value, out, up, down
     assert labels.count("orthoadam") == 2
 
-
-# On a mesh.
 
 MESHED = {
     "wte/embedding": ((V, D), P("fsdp", "tensor")),

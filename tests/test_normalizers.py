@@ -37,9 +37,6 @@ def _mask(shape=(3, 4, 7)):
     return where
 
 
-# The contract of every normalizer.
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("masked", [False, True])
 def test_values_are_the_definition_on_every_axis(name, masked, x64):
@@ -99,9 +96,6 @@ def test_rows_of_minus_infinity_are_zero(dtype):
         np.testing.assert_array_equal(gradient, np.zeros((2, 5)), err_msg=name)
 
 
-# Extremes.
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("size", [-1e30, 1e30])
 def test_softmax1_is_right_for_extreme_logits(dtype, size):
@@ -131,9 +125,6 @@ def test_softpick_is_right_for_extreme_logits(dtype):
     gradient = jax.grad(lambda x: jnp.sum(softpick(x)[:, 0]))(x)
     assert jnp.isfinite(gradient).all()
     np.testing.assert_array_equal(softpick(jnp.zeros((2, 3), dtype)), 0.0)
-
-
-# Derivatives.
 
 
 @pytest.mark.parametrize("name", ALL)

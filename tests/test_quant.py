@@ -70,9 +70,6 @@ def test_settings_are_their_definition(name, x64):
     assert not np.allclose(y, X @ KERNEL + (0.0 if bias is None else bias), rtol=1e-6)
 
 
-# Narrow floats.
-
-
 @pytest.mark.parametrize("name", [name for name in quant.MORE_SETTINGS if name not in INTEGERS])
 def test_a_layer_of_narrow_floats_is_the_product_of_its_rounded_operands(name, x64):
     x = RNG.normal(size=(2, 5, 150))
@@ -90,9 +87,6 @@ def test_a_layer_of_narrow_floats_is_the_product_of_its_rounded_operands(name, x
     weights_only = dataclasses.replace(quant.setting_named(name), inputs=None)
     stacked = quant.quantize_params({"kernel": np.stack([kernel, 100 * kernel])}, weights_only, "kernel")["kernel"]
     np.testing.assert_allclose(stacked[0], w, rtol=1e-12)  # layers know nothing of each other
-
-
-# Simulated layers and trees.
 
 
 def test_include_leaves_the_head_float():
@@ -167,9 +161,6 @@ REFUSED = [
 test_refused = refused((lambda _, call: call(), REFUSED))
 
 
-# Keys and values.
-
-
 @pytest.mark.parametrize("scan", [True, False])
 def test_keys_and_values_are_rounded_by_token_and_head(scan):
     sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_mlp": 24, "vocab_size": 32}
@@ -237,9 +228,6 @@ def test_a_cache_gives_rounded_keys_and_values_too(first):
     np.testing.assert_allclose(prefill, whole, atol=1e-4)
     np.testing.assert_allclose(one_by_one, prefill, atol=1e-4)
     assert np.abs(whole - plain).max() > 0.01
-
-
-# Where the error comes from.
 
 
 def in_db(signal, noise):

@@ -195,8 +195,6 @@ def test_the_real_model_prints_the_saved_lines(tmp_path):
     assert run_cells("real_model", tmp_path).splitlines()[1:] == printed("real_model").splitlines()[1:]
 
 
-# Benchmarks, with tiny shapes.
-
 TINY = ("--tiny", "--repeats=2")
 COMPARED = {
     "attention": {"softmax", "softmax1", "learned sink", "softmax of jax.nn"},

@@ -112,9 +112,6 @@ def results(study, home):
     return run(study, home / "work", home, SEEDS)
 
 
-# Runs.
-
-
 def test_every_variant_and_seed_has_a_row(results, study, home):
     raw = read_with_digest(home / "work/results.json", "results")
     assert raw == json.loads(json.dumps(results.raw))
@@ -326,9 +323,6 @@ def test_what_cannot_run_refused_before_anything_is_written(study, home, tmp_pat
         catalog.find("quik")
 
 
-# Reports.
-
-
 def test_results_of_several_folders_are_read_together(results, study, home, tmp_path):
     run(study, tmp_path, home, (2,))
     together = read_results(study, home / "work", tmp_path)
@@ -415,9 +409,6 @@ def test_curves_of_many_decades_have_ticks_and_looks():
     assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) > 20
     assert all(tick == int(tick) for tick in axes.get_xticks())
-
-
-# The catalogue.
 
 
 def test_names_of_studies_are_unique():

@@ -67,9 +67,6 @@ def numpy_losses(logits, targets):
     return -np.take_along_axis(log_softmax(np.float64(logits), -1), targets[..., None], -1)[..., 0]
 
 
-# The step.
-
-
 def test_one_step_is_loss_and_update_by_hand():
     config = replace(CONFIG, {"optim.clip_norm": 0.01})
     tokens, before = rows(0), drawn_params(config.model)
@@ -215,9 +212,6 @@ def test_targets_that_a_relaxed_mask_shows_are_uncounted(k):
     total, count = jax.jit(lambda p: loss_sum_nats(model, p, tokens))(params)
     assert int(count) == 4 * len(counted)
     assert float(total) == pytest.approx(numpy_losses(logits, tokens[:, 1:])[:, counted].sum(), rel=1e-5)
-
-
-# The optimizer.
 
 
 def test_learning_rate_warms_up_then_falls():
@@ -381,8 +375,6 @@ def test_which_axes_of_which_parameter_are_rotated(scan, axes, embeddings):
         assert rule(path, shape) == wanted, path
 
 
-# Evaluation.
-
 TWO_LAYERS = replace(CONFIG, {"model.num_layers": 2})
 
 
@@ -487,9 +479,6 @@ def test_a_quantised_head_is_definition_tied_or_not(tied):
         assert metrics[f"perplexity_w4{suffix}"] == pytest.approx(perplexity, rel=1e-5)
     assert abs(metrics["perplexity_w4_with_head"] / metrics["perplexity_w4"] - 1) > 1e-4
     assert metrics["perplexity_w4"] != metrics["perplexity"]
-
-
-# The loop.
 
 
 def test_a_task_is_drawn_by_the_step_itself(tmp_path):
