@@ -3,13 +3,15 @@
 import functools
 import typing
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from orthojax.optim import Rotation, in_rotated_basis, orthoadam, rotate, rotation, scale_by_orthoadam, unrotate
+from orthojax import optim
+from orthojax.optim import Rotation, describe, in_rotated_basis, orthoadam, rotate, scale_by_orthoadam, unrotate
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -156,7 +158,7 @@ def parts(kind):
     }
 
 
-@pytest.mark.parametrize("kind", typing.get_args(rotation.Kind))
+@pytest.mark.parametrize("kind", typing.get_args(optim.rotation.Kind))
 def test_no_two_leaves_of_a_fresh_state_share_a_buffer(kind):
     """Such a buffer could not be donated; on several devices XLA ends the process."""
     for name, optimizer in parts(kind).items():
@@ -190,3 +192,47 @@ def test_init_has_a_shape_and_vmaps(kind):
     for i in range(2):
         alone = two_steps(mixed(i), mixed(5 + i), mixed(7 + i))
         assert_same(jax.tree.map(lambda x, i=i: x[i], together), alone, atol=1e-4)
+
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 4)), jnp.float32)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        y = nn.Dense(8, kernel_init=boxed)(nn.LayerNorm()(x))
+        return x + nn.Dense(4, use_bias=False)(nn.gelu(y)), None
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        options = {"split_rngs": {"params": True}, "metadata_params": {nn.PARTITION_NAME: None}}
+        layers = nn.scan(LinenBlock, variable_axes={"params": 0}, length=3, **options)
+        return nn.Dense(1, name="head")(layers(name="layers")(x, None)[0])
+
+
+@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
+def test_boxes_of_scanned_layers_are_rotated_and_train(kind):
+    model, rotation = LinenModel(), Rotation(kind, "output")
+    params = jax.jit(model.init)(jax.random.key(0), X)
+    assert isinstance(params["params"]["layers"]["Dense_0"]["kernel"], nn.Partitioned)
+    rotated = {path: what for path, what in describe(rotation, params).items() if not what.startswith("left alone")}
+    widths = {"Dense_0": 8, "Dense_1": 4}
+    assert rotated == {f"layers/{name}/kernel": f"axes (2,): {kind} {n}, 3 layers" for name, n in widths.items()}
+    optimizer, target = orthoadam(0.03, weight_decay=1e-3, rotation=rotation), jnp.sin(X[:, :1] + 2 * X[:, 1:2])
+
+    @jax.jit
+    def step(params, state):
+        loss = lambda p: jnp.mean((model.apply(nn.unbox(p), X) - target) ** 2)  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    carry, losses = (params, optimizer.init(params)), []
+    for _ in range(8):
+        new, loss = step(*carry)
+        assert jax.tree.structure(new) == jax.tree.structure(carry)
+        carry, losses = new, [*losses, float(loss)]
+    assert losses[-1] < 0.8 * losses[0], losses
