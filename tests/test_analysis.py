@@ -39,14 +39,11 @@ def layers_of_taps(seed=0):
     weights = np.exp(logits) * np.tril(np.ones((T, T)))
     weights[:, :, 1, :, 0] *= 5
     arrays = {
-        "attention_logits": logits,
-        "attention_weights": weights / (1 + weights.sum(-1, keepdims=True)),
-        "value_norms": rng.uniform(size=(L, B, N, T)),
-        "head_norms": 10.0 ** rng.uniform(-2, 1, size=(L, B, N, T)),
-        "residual_before": rng.normal(size=(L, B, T, D)),
-        "post_attention": rng.standard_t(4, (L, B, T, D)),
+        "attention_logits": logits, "attention_weights": weights / (1 + weights.sum(-1, keepdims=True)),
+        "value_norms": rng.uniform(size=(L, B, N, T)), "head_norms": 10.0 ** rng.uniform(-2, 1, size=(L, B, N, T)),
+        "residual_before": rng.normal(size=(L, B, T, D)), "post_attention": rng.standard_t(4, (L, B, T, D)),
         "residual": rng.standard_t(4, (L, B, T, D)),
-    }
+    }  # fmt: skip
     return {name: np.float32(array) for name, array in arrays.items()}
 
 

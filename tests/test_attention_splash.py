@@ -91,13 +91,9 @@ def test_heads_that_no_axis_divides_are_right(unsharded):
 def test_inside_a_shard_map_parts_are_attended(manual, unsharded):
     heads = P("x", None, "y") if "y" in manual else P("x")
     inside = jax.shard_map(
-        causal,
-        mesh=auto_mesh((4, 2), ("x", "y")),
-        in_specs=(heads, heads, heads, P("x")),
-        out_specs=heads,
-        axis_names=set(manual),
-        check_vma=False,
-    )
+        causal, mesh=auto_mesh((4, 2), ("x", "y")), in_specs=(heads, heads, heads, P("x")), out_specs=heads,
+        axis_names=set(manual), check_vma=False,
+    )  # fmt: skip
     assert_near(jax.jit(lambda *a: step(*a, function=inside))(*BATCH), unsharded)
 
 

@@ -208,14 +208,11 @@ def _collectives(text):
     return found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "vocab_axis", "backend"),
-    [
-        ((1, 8, 1), 1, "cpu"),
-        ((2, 2, 2), 1, "gpu"),
-        *(pytest.param(sizes, axis, "cpu", marks=pytest.mark.slow) for sizes, axis in (((2, 2, 2), 1), ((4, 1, 2), 0))),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "vocab_axis", "backend"), [
+    ((1, 8, 1), 1, "cpu"),
+    ((2, 2, 2), 1, "gpu"),
+    *(pytest.param(sizes, axis, "cpu", marks=pytest.mark.slow) for sizes, axis in (((2, 2, 2), 1), ((4, 1, 2), 0))),
+])  # fmt: skip
 def test_on_a_mesh_logits_and_hidden_states_stay(sizes, vocab_axis, backend, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     B, T, D, V = 8, 12, 16, 96

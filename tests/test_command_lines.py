@@ -219,9 +219,8 @@ def test_run_starts_from_the_config_of_another(trained, tmp_path):
     done = run("train", *arguments, f"--config.data.paths={trained}/text.txt", "--workdir=again", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     changed = {"train": {"steps": 3}, "data": {"paths": [f"{trained}/text.txt"]}}
-    other, again = (
-        json.loads((folder / "config.json").read_text()) for folder in (trained / "run", tmp_path / "again")
-    )
+    folders = (trained / "run", tmp_path / "again")
+    other, again = (json.loads((folder / "config.json").read_text()) for folder in folders)
     assert again == {part: values | changed.get(part, {}) for part, values in other.items()}
 
 
@@ -260,13 +259,6 @@ def test_bad_checkpoint_is_neither_evaluated_nor_shown(home):
     complaint(run("inspect_checkpoint", "run", "--verify", cwd=home))
 
 
-def test_checkpoint_is_not_evaluated_on_other_data(home):
-    (home / "text.txt").write_text("quite another text, with other words in it and of another length. " * 60)
-    error = complaint(run("evaluate", "--checkpoint=run", "--cache_dir=cache", cwd=home))
-    assert "source_sha256" in error
-    assert not list(home.rglob("evaluation.json"))
-
-
 def test_unwritable_evaluation_is_refused_before_the_work(home):
     (home / "file").write_text("kept")
     done = run("evaluate", "--checkpoint=run", "--cache_dir=cache", "--workdir=file", cwd=home)
@@ -286,10 +278,8 @@ def test_help_lists_every_flag_and_config_field(tmp_path, script):
     assert flags
     assert all(f"--{flag}=" in done.stdout for flag in flags)
     assert source.split('"""')[1].splitlines()[0] in done.stdout
-    words = " ".join(done.stdout.split())
-    fields = [
-        re.search(rf" --config\.{path}=.* {re.escape(text)}", words) for path, text in describe_fields(Config).items()
-    ]
+    words, described = " ".join(done.stdout.split()), describe_fields(Config).items()
+    fields = [re.search(rf" --config\.{path}=.* {re.escape(text)}", words) for path, text in described]
     assert all(fields) if script == "train" else not any(fields)
 
 
@@ -351,12 +341,8 @@ def test_run_leaves_for_transformers(home):
     assert {path.name for path in (home / "out/mine").iterdir()} == files
     card = (home / "out/mine/README.md").read_text()
     metrics = json.loads((home / "run/evaluation.json").read_text())["metrics"]
-    for word in (
-        "export --model=run --to=out/mine",
-        f"{metrics['perplexity']:.3g}",
-        "kurtosis_first",
-        "trust_remote_code=True",
-    ):
+    perplexity = f"{metrics['perplexity']:.3g}"
+    for word in ("export --model=run --to=out/mine", perplexity, "kurtosis_first", "trust_remote_code=True"):
         assert word in card, word
     ours, same = (orthojax.load(home / name) for name in ("run", "out/mine"))
     assert same.config.model == ours.config.model

@@ -255,15 +255,6 @@ def test_a_field_that_a_file_lacks_has_its_default():
     assert from_json(Config, json.dumps(values)) == config
 
 
-def test_rotation_has_seed_of_run_or_its_own():
-    config = replace(Config(), {"train.seed": 7})
-    assert config.optim.rotation.seed is None
-    assert config.seeded_optim == replace(config.optim, {"rotation.seed": 7})
-    for own in ({"optim.rotation.seed": 0}, {"optim.optimizer": "adam"}):  # programs of Adam are those of every seed
-        changed = replace(config, own)
-        assert changed.seeded_optim is changed.optim
-
-
 def test_every_leaf_has_a_path_and_is_frozen():
     assert list(c.flatten(Config())) == list(PATHS)
     assert PATHS["optim.rotation.kind"] == typing.get_type_hints(c.RotationConfig)["kind"]

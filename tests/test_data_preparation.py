@@ -192,17 +192,6 @@ def test_the_command_prepares_what_datasets_reads(tmp_path):
     assert sum("%" not in line for line in done.stderr.splitlines()) <= 3
 
 
-def test_complete_files_are_kept(text, tmp_path):
-    prepared(tmp_path / "out", text)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    prepared(tmp_path / "out", text)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-    whole = contents(tmp_path / "out")
-    (tmp_path / "out/all.bin").unlink()  # is made again
-    prepared(tmp_path / "out", text)
-    assert contents(tmp_path / "out") == whole
-
-
 def joined(folder, name):
     return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{name}*.bin")))
 

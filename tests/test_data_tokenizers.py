@@ -72,16 +72,13 @@ def test_save_and_load(tmp_path, spec):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("special", "bos_id", "eos_id"),
-    [
-        (["<s>", "</s>"], 3, 4),
-        (["<|endoftext|>"], 3, 3),
-        (["<|begin_of_text|>", "<|end_of_text|>"], 3, 4),
-        (["<eos>", "<bos>"], 4, 3),
-        (["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"], 3, 4),
-    ],
-)
+@pytest.mark.parametrize(("special", "bos_id", "eos_id"), [
+    (["<s>", "</s>"], 3, 4),
+    (["<|endoftext|>"], 3, 3),
+    (["<|begin_of_text|>", "<|end_of_text|>"], 3, 4),
+    (["<eos>", "<bos>"], 4, 3),
+    (["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"], 3, 4),
+])  # fmt: skip
 def test_published_json_adds_and_cuts_nothing(tmp_path, special, bos_id, eos_id):
     """A tokenizer.json as other projects publish them."""
     backend, path = hf.Tokenizer(hf.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2})), str(tmp_path / "x.json")

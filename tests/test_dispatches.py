@@ -83,14 +83,10 @@ def test_no_bit_depends_on_the_steps_of_a_dispatch(one_by_one, tmp_path, most):
     assert [line["step"] for line in expected[0] if "loss_nats" in line] == [1, 2, 4, 6, 8, 10, 12, 13]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"train.accumulation_steps": 2, "model.remat": "full"},
-        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "optim.optimizer": "sgd"},
-    ],
-    ids=["accumulated", "mesh"],
-)
+@pytest.mark.parametrize("changes", [
+    {"train.accumulation_steps": 2, "model.remat": "full"},
+    {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "optim.optimizer": "sgd"},
+], ids=["accumulated", "mesh"])  # fmt: skip
 def test_nor_however_a_step_is_computed(tmp_path, changes):
     states = [train(of(most, **FREE, **changes), inputs(), tmp_path / f"{most}") for most in (1, 5)]
     assert bits(states[1]) == bits(states[0])

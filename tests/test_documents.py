@@ -76,9 +76,8 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
 
 def test_the_norm_of_the_guide_is_that_of_the_model():
     x = jax.random.normal(jax.random.key(0), (2, 16)) + 1.0
-    assert (
-        "`nn.RMSNorm(feature_axes=())`, in nnx `nnx.RMSNorm(1, feature_axes=(), rngs=rngs)`" in GUIDES["optimizer.md"]
-    )
+    of_flax = "`nn.RMSNorm(feature_axes=())`, in nnx `nnx.RMSNorm(1, feature_axes=(), rngs=rngs)`"
+    assert of_flax in GUIDES["optimizer.md"]
     y, params = nn.RMSNorm(feature_axes=()).init_with_output(jax.random.key(0), x)
     of_nnx = nnx.RMSNorm(1, feature_axes=(), rngs=nnx.Rngs(0))
     assert of_nnx.scale.shape == (1,)

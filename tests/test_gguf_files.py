@@ -319,25 +319,22 @@ def tokenizer_file(path, **metadata):
     return path
 
 
-@pytest.mark.parametrize(
-    ("split", "text", "words"),
-    [
-        # The ids of llama.cpp.
-        ("gpt-2", " !", ["\u0120!"]),
-        ("default", " !", [" ", "!"]),
-        (None, " !", [" ", "!"]),
-        ("gpt-2", "1234", ["12", "34"]),
-        ("default", "1234", ["123", "4"]),
-        ("llama-bpe", "1234", ["123", "4"]),
-        ("qwen2", "1234", ["1", "2", "3", "4"]),
-        ("smollm", "ab12", ["ab", "1", "2"]),
-        ("llama-bpe", "zZZ1234", ["zZ", "Z", "123", "4"]),
-        ("gpt-4o", "zZZ1234", ["z", "Z", "Z", "123", "4"]),
-        *((split, "ab<think>!", ["ab", "<think>", "!"]) for split in ("gpt-2", "llama-bpe", "qwen2")),
-        ("gpt-2", "!   !", ["!", "   ", "!"]),
-        ("gpt-2", "<|endoftext|>", list("<|endoftext|>")),  # text that mentions it
-    ],
-)
+@pytest.mark.parametrize(("split", "text", "words"), [
+    # The ids of llama.cpp.
+    ("gpt-2", " !", ["\u0120!"]),
+    ("default", " !", [" ", "!"]),
+    (None, " !", [" ", "!"]),
+    ("gpt-2", "1234", ["12", "34"]),
+    ("default", "1234", ["123", "4"]),
+    ("llama-bpe", "1234", ["123", "4"]),
+    ("qwen2", "1234", ["1", "2", "3", "4"]),
+    ("smollm", "ab12", ["ab", "1", "2"]),
+    ("llama-bpe", "zZZ1234", ["zZ", "Z", "123", "4"]),
+    ("gpt-4o", "zZZ1234", ["z", "Z", "Z", "123", "4"]),
+    *((split, "ab<think>!", ["ab", "<think>", "!"]) for split in ("gpt-2", "llama-bpe", "qwen2")),
+    ("gpt-2", "!   !", ["!", "   ", "!"]),
+    ("gpt-2", "<|endoftext|>", list("<|endoftext|>")),  # text that mentions it
+])  # fmt: skip
 def test_text_is_cut_as_llama_cpp_cuts_it(split, text, words, tmp_path):
     tokenizer = load_tokenizer(tokenizer_file(tmp_path / "model.gguf", pre=split))
     ids = tokenizer.encode_batch([text])[0].tolist()
@@ -345,18 +342,15 @@ def test_text_is_cut_as_llama_cpp_cuts_it(split, text, words, tmp_path):
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize(
-    ("metadata", "begins"),
-    [
-        ({"pre": "llama-bpe"}, True),
-        ({"pre": "llama3"}, True),
-        ({"pre": "llama3", "add_bos_token": 0}, False),
-        ({"pre": "qwen2"}, False),
-        ({}, False),
-        ({"pre": "smollm", "add_bos_token": 1}, True),
-        ({"model": "llama"}, True),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "begins"), [
+    ({"pre": "llama-bpe"}, True),
+    ({"pre": "llama3"}, True),
+    ({"pre": "llama3", "add_bos_token": 0}, False),
+    ({"pre": "qwen2"}, False),
+    ({}, False),
+    ({"pre": "smollm", "add_bos_token": 1}, True),
+    ({"model": "llama"}, True),
+])  # fmt: skip
 def test_texts_begin_with_bos_as_in_llama_cpp(metadata, begins, tmp_path):
     assert begins_with_bos(tokenizer_file(tmp_path / "model.gguf", **metadata)) == begins
 

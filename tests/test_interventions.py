@@ -100,15 +100,6 @@ def test_intervened_logits_and_taps_equal_the_oracle(name):
                     np.testing.assert_allclose(tap, seen[field], rtol=1e-4, atol=1e-4, err_msg=f"{changed}: {field}")
 
 
-def test_a_sweep_over_heads_is_one_program():
-    model, params = Transformer(GROUPED), stacked_params(GROUPED)
-    run = jax.jit(lambda scale: model.apply({"params": params}, TOKENS, interventions=Interventions(scale))[0])
-    scales = 1.0 - jnp.eye(L * N).reshape(L * N, L, N)
-    loop = [run(scale) for scale in scales]
-    assert run._cache_size() == 1
-    np.testing.assert_allclose(jax.jit(lambda scales: jax.lax.map(run, scales))(scales), loop, rtol=1e-5, atol=1e-5)
-
-
 # Forced patterns, and activations of another run.
 
 

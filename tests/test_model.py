@@ -104,14 +104,11 @@ def _loss_and_gradients(config):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(stacked_params(config))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("rich", {"scan_layers": True, "remat": True}),
-        ("rich", {"scan_layers": True, "unroll_layers": True, "remat": "dots"}),
-        pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), [
+    ("rich", {"scan_layers": True, "remat": True}),
+    ("rich", {"scan_layers": True, "unroll_layers": True, "remat": "dots"}),
+    pytest.param("query latents, groups of experts", {"scan_layers": True, "remat": True}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_scan_and_remat_change_no_results(name, changes):
     config = dataclasses.replace(CONFIGS[name], **changes)
     (_, (logits, seen)), gradients = _loss_and_gradients(CONFIGS[name])
@@ -199,9 +196,8 @@ def test_init_std_fields_scale_what_they_name():
 def test_remat_keeps_fewer_numbers_for_the_backward_pass(scan):
     def saved_numbers(remat):
         config = dataclasses.replace(TINY, remat=remat, scan_layers=scan, d_mlp=64)
-        pullback = jax.eval_shape(
-            lambda params: jax.vjp(lambda p: apply(config, p)[0], params)[1], stacked_params(config)
-        )
+        logits = lambda params: apply(config, params)[0]  # noqa: E731
+        pullback = jax.eval_shape(lambda params: jax.vjp(logits, params)[1], stacked_params(config))
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
 
     assert saved_numbers("full") <= saved_numbers(True) < saved_numbers("dots") < 0.8 * saved_numbers(False)

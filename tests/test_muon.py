@@ -23,24 +23,15 @@ from orthojax.optim import describe, layout_of, scale_by_muon_orthoadam, state_s
 B1, B2, EPS, MU = 0.8, 0.95, 1e-6, 0.9
 D, N, H, V, F, L = 16, 2, 4, 40, 24, 3
 SHAPES = {
-    "embed/embedding": (V, D),
-    "blocks_0/attention/query/kernel": (D, N, H),
-    "blocks_0/attention/out/kernel": (N, H, D),
-    "blocks_0/mlp/Dense_0/kernel": (D, F),
-    "blocks_0/mlp/Dense_0/bias": (F,),
-    "blocks_0/mlp/Dense_1/kernel": (F, D),
-    "blocks_0/norm/scale": (D,),
-    "blocks_0/attention/sink": (N,),
-    "experts/kernel": (L, D, F),
-    "lm_head/kernel": (D, V),
-}
+    "embed/embedding": (V, D), "blocks_0/attention/query/kernel": (D, N, H),
+    "blocks_0/attention/out/kernel": (N, H, D), "blocks_0/mlp/Dense_0/kernel": (D, F),
+    "blocks_0/mlp/Dense_0/bias": (F,), "blocks_0/mlp/Dense_1/kernel": (F, D), "blocks_0/norm/scale": (D,),
+    "blocks_0/attention/sink": (N,), "experts/kernel": (L, D, F), "lm_head/kernel": (D, V),
+}  # fmt: skip
 SIDES = {
-    "blocks_0/attention/query/kernel": (1, D, N * H),
-    "blocks_0/attention/out/kernel": (1, N * H, D),
-    "blocks_0/mlp/Dense_0/kernel": (1, D, F),
-    "blocks_0/mlp/Dense_1/kernel": (1, F, D),
-    "experts/kernel": (L, D, F),
-}
+    "blocks_0/attention/query/kernel": (1, D, N * H), "blocks_0/attention/out/kernel": (1, N * H, D),
+    "blocks_0/mlp/Dense_0/kernel": (1, D, F), "blocks_0/mlp/Dense_1/kernel": (1, F, D), "experts/kernel": (L, D, F),
+}  # fmt: skip
 
 
 def nested(flat):

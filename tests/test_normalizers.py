@@ -178,8 +178,7 @@ def test_empty_axes_are_taken(name):
 def test_several_axes_are_one_long_axis(name):
     x, where = _example().astype(np.float32), _mask()[:1]
     expected = oracle(name, x.reshape(3, -1), np.broadcast_to(where, x.shape).reshape(3, -1))
-    np.testing.assert_allclose(
-        ALL[name](jnp.asarray(x), (-2, -1), where).reshape(3, -1), expected, rtol=1e-5, atol=1e-7
-    )
+    found = ALL[name](jnp.asarray(x), (-2, -1), where).reshape(3, -1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     expected = oracle(name, x.ravel()).reshape(x.shape)
     np.testing.assert_allclose(ALL[name](jnp.asarray(x), None), expected, rtol=1e-5, atol=1e-7)

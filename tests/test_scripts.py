@@ -126,9 +126,8 @@ def test_every_example_is_tested():
 @slow
 def test_the_file_for_optax_passes_its_own_tests():
     folder = ROOT / "examples/optax_contrib"
-    assert "orthojax" not in (folder / "_orthoadam.py").read_text(encoding="utf-8").lower().replace(
-        "scale_by_orthoadam", ""
-    )
+    text = (folder / "_orthoadam.py").read_text(encoding="utf-8").lower()
+    assert "orthojax" not in text.replace("scale_by_orthoadam", "")
     done = python("_orthoadam_test.py", cwd=folder)
     assert done.returncode == 0, done.stderr
 
@@ -178,13 +177,10 @@ def test_saved_outputs_are_whole_without_errors(name):
 SHORTER = {"STEPS": 150}
 
 
-@pytest.mark.parametrize(
-    ("name", "replaced"),
-    [
-        ("measure_your_model", {}),
-        *(pytest.param(name, SHORTER, marks=slow) for name in ("swap_the_optimizer", "bigram_backcopy")),
-    ],
-)
+@pytest.mark.parametrize(("name", "replaced"), [
+    ("measure_your_model", {}),
+    *(pytest.param(name, SHORTER, marks=slow) for name in ("swap_the_optimizer", "bigram_backcopy")),
+])  # fmt: skip
 def test_notebooks_print_lines_like_the_saved_ones(name, replaced, tmp_path):
     assert shape_of(run_cells(name, tmp_path, **replaced)) == shape_of(printed(name))
 
