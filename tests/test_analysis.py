@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from refusals import refused
 from tiny_run import assert_trees_close, drawn_params
 
 from orthojax import analysis, ops
@@ -38,14 +39,11 @@ def layers_of_taps(seed=0):
     weights = np.exp(logits) * np.tril(np.ones((T, T)))
     weights[:, :, 1, :, 0] *= 5
     arrays = {
-        "attention_logits": logits,
-        "attention_weights": weights / (1 + weights.sum(-1, keepdims=True)),
-        "value_norms": rng.uniform(size=(L, B, N, T)),
-        "head_norms": 10.0 ** rng.uniform(-2, 1, size=(L, B, N, T)),
-        "residual_before": rng.normal(size=(L, B, T, D)),
-        "post_attention": rng.standard_t(4, (L, B, T, D)),
+        "attention_logits": logits, "attention_weights": weights / (1 + weights.sum(-1, keepdims=True)),
+        "value_norms": rng.uniform(size=(L, B, N, T)), "head_norms": 10.0 ** rng.uniform(-2, 1, size=(L, B, N, T)),
+        "residual_before": rng.normal(size=(L, B, T, D)), "post_attention": rng.standard_t(4, (L, B, T, D)),
         "residual": rng.standard_t(4, (L, B, T, D)),
-    }
+    }  # fmt: skip
     return {name: np.float32(array) for name, array in arrays.items()}
 
 
@@ -55,9 +53,6 @@ IS_TRIGGER = np.random.default_rng(3).uniform(size=(B, T)) < 0.4
 IS_TRIGGER[:, :2] = False
 IS_TRIGGER[:2, 2:] = True  # the first part of the split has no query for the logit gap
 IDS = np.random.default_rng(5).integers(0, V - 1, (B, T))  # the last id is never seen
-
-
-# One layer.
 
 
 def test_activation_metrics_are_their_definitions():
@@ -89,15 +84,6 @@ def test_special_positions_are_no_others():
     assert float(statistics.maximum["max_abs_rest_maximum"]) == pytest.approx(peak[kept].max(), rel=1e-5)
     assert found["kurtosis_special"] == pytest.approx(values["kurtosis"][~kept].mean(), rel=1e-5)
     assert found["max_abs_special"] == pytest.approx(peak[~kept].mean(), rel=1e-5)
-
-
-def test_a_spike_at_position_0_is_seen_there():
-    x = np.tile([1.0, -1.0], (B, T, D // 2))
-    x[:, 0] = 0.0
-    x[:, 0, 5] = -300.0
-    check({"kurtosis_first": D - 2 + 1 / (D - 1), "kurtosis_rest": 1.0}, x, rtol=1e-6)
-    check({"max_abs_first": 300.0, "max_abs_rest": 1.0, "norm_ratio_first": 1.0, "norm_ratio_rest": 0.25}, x, rtol=0)
-    check({"residual_norm_first": 300.0, "residual_norm_rest": 4.0}, x, rtol=0)
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -269,19 +255,17 @@ def test_logits_by_token_are_those_of_loops(bos_count):
             np.testing.assert_allclose(found[name][n], value, rtol=1e-4, err_msg=name)
 
 
-# Arrays of the wrong shape.
-
 WEIGHTS, HIDDEN = TAPS["attention_weights"][0], TAPS["residual"][0]
 _log_probs, _oracle = oracle_and_guess()
 REFUSED = [
-    (lambda: analysis.first_attention_fraction(TAPS["attention_weights"]), r"attention weights .*\[B, N, T, S\]"),
-    (lambda: analysis.attention_entropy_by_head(WEIGHTS[0, 0]), r"attention weights .*\[B, N, T, S\]"),
-    (lambda: analysis.kurtosis_first(HIDDEN[0]), r"hidden states .*\[B, T, D\]"),
-    (lambda: analysis.max_abs_rest(TAPS["residual"]), r"hidden states .*\[B, T, D\]"),
+    (lambda: analysis.first_attention_fraction(TAPS["attention_weights"]), ("attention weights", "[B, N, T, S]")),
+    (lambda: analysis.attention_entropy_by_head(WEIGHTS[0, 0]), ("attention weights", "[B, N, T, S]")),
+    (lambda: analysis.kurtosis_first(HIDDEN[0]), ("hidden states", "[B, T, D]")),
+    (lambda: analysis.max_abs_rest(TAPS["residual"]), ("hidden states", "[B, T, D]")),
     (lambda: analysis.norm_ratio_rest(HIDDEN[:, :1]), "T >= 2"),
-    (lambda: analysis.value_norm_first(np.ones((B, T))), r"\[B, N, S\]"),
+    (lambda: analysis.value_norm_first(np.ones((B, T))), "[B, N, S]"),
     (lambda: analysis.value_norm_rest(np.ones((B, N, 1))), "S >= 2"),
-    (lambda: analysis.osp_kurtosis(HIDDEN[0]), r"hidden states .*\[B, T, D\]"),
+    (lambda: analysis.osp_kurtosis(HIDDEN[0]), ("hidden states", "[B, T, D]")),
     (lambda: analysis.gu_sink_rate(WEIGHTS[:, :, 1:]), "as many queries as keys"),
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER.astype(int)), "is_trigger"),
     (lambda: analysis.sink_attention(WEIGHTS, IS_TRIGGER[:, 1:]), "is_trigger"),
@@ -302,10 +286,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "name"), REFUSED)
-def test_other_shapes_are_refused_by_name(call, name):
-    with pytest.raises(ValueError, match=name):
-        call()
+test_other_shapes_are_refused_by_name = refused((lambda _, call: call(), REFUSED, ValueError))
 
 
 def test_entropy_is_finite_for_weights_of_gelu():
@@ -313,8 +294,6 @@ def test_entropy_is_finite_for_weights_of_gelu():
     assert gelu.min() < -1e-3
     assert np.all(np.isfinite(analysis.attention_entropy_by_head(gelu)))
 
-
-# Statistics of layers and batches.
 
 FIRST_AND_REST = {
     f"{name}_{where}"

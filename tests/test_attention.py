@@ -9,19 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import (
-    NORMALIZERS,
-    assert_near,
-    check_definition,
-    cudnn_stand_ins,
-    normal,
-    qkv,
-    reference,
-    visible,
-)
+from attention_oracle import NORMALIZERS, SINK, assert_near, check_definition, cudnn_stand_ins, normal, qkv, reference
 
 from orthojax.ops import attention_logits, attention_weights, dot_product_attention, visible_keys, weighted_values
-from orthojax.ops.attention import relaxed_causal_mask, xla
+from orthojax.ops.attention import merge, relaxed_causal_mask, xla
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 B, T, S, N, H = 2, 5, 7, 4, 8
@@ -185,9 +176,6 @@ def test_windows_may_differ_between_the_layers_of_a_scan(attend, name):
     np.testing.assert_allclose(total, sum(expected), rtol=1e-5, atol=1e-5)
 
 
-# Precision.
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [("softmax1", jnp.float16), *((name, jnp.bfloat16) for name in NORMALIZERS)]
 )
@@ -246,9 +234,6 @@ def test_gradients_of_chunks_are_summed_in_float32(attend):
     np.testing.assert_allclose(np.asarray(jax.jit(jax.grad(total))(ones), np.float64), 1.0, rtol=2.0**-7)
 
 
-# The parts, and a mesh.
-
-
 @pytest.mark.parametrize(("name", "kv_heads"), [("softmax1", N), *((name, 2) for name in NORMALIZERS)])
 def test_weights_times_values_are_the_output(name, kv_heads):
     q, k, v = _arrays(kv_heads=kv_heads, dtype=jnp.bfloat16)
@@ -256,7 +241,7 @@ def test_weights_times_values_are_the_output(name, kv_heads):
     options = {"bias": jnp.asarray(BIAS), "normalizer": _normalizer(name), "scale": 0.4}
     weights = attention_weights(q, k, mask=visible_keys(B, T, S, **hides), **options)
     assert (weights.shape, weights.dtype) == ((B, N, T, S), jnp.float32)
-    assert (np.asarray(weights)[~visible(weights.shape, MASK, True)] == 0.0).all()
+    assert (np.asarray(weights)[~attention_oracle.visible(weights.shape, MASK, True)] == 0.0).all()
     output = weighted_values(weights, v)
     np.testing.assert_array_equal(dot_product_attention(q, k, v, implementation="xla", **hides, **options), output)
     rounded = np.asarray(weights.astype(jnp.bfloat16), np.float64)
@@ -340,3 +325,59 @@ def test_empty_axes_give_nothing(nothing, of):
         output = dot_product_attention(*arrays, **options)
         np.testing.assert_array_equal(output, np.zeros(arrays[0].shape))
     assert attention_logits(*arrays[:2]).shape == (arrays[0].shape[0], N, arrays[0].shape[1], arrays[1].shape[1])
+
+
+DEVICES, AXIS = 8, "sequence"
+TOLERANCES = dict.fromkeys(("rtol", "atol", "slope_tolerance"), 1e-5)
+LOGITS_OF_SINKS = {"softmax": None, "softmax1": 0.0, 0.5: np.log(0.5)}  # otherwise the normalizer is an array of them
+
+
+def over_part(q, k, v, t, s):
+    """Returns output and lse over the keys of one device, causal by positions; garbage where none is seen."""
+    logits = jnp.where((s[None] <= t[:, None])[None, None], attention_logits(q, k), -jnp.inf)
+    sees = jnp.isfinite(top := jax.lax.stop_gradient(jnp.max(logits, -1)))
+    weights = jnp.exp(logits - jnp.where(sees, top, 0.0)[..., None])
+    total = jnp.where(sees, jnp.sum(weights, -1), 1.0)
+    lse = jnp.where(sees, jnp.where(sees, top, 0.0) + jnp.log(total), -jnp.inf)
+    output = weighted_values(weights / total[..., None], v)
+    return jnp.where(jnp.swapaxes(sees, 1, 2)[..., None], output, 7.0), lse
+
+
+def ring(q, k, v, sink, *, reverse):
+    """Attends on one device of the ring, to which keys and values come one after the other."""
+    here, T = jax.lax.axis_index(AXIS), q.shape[1]
+    step = -1 if reverse else 1
+    neighbours = [(i, (i + step) % DEVICES) for i in range(DEVICES)]
+    found = None
+    for turn in range(DEVICES):
+        t, s = (T * device + jnp.arange(T) for device in (here, (here - step * turn) % DEVICES))
+        new = over_part(q, k, v, t, s)
+        found = new if found is None else merge(*(jnp.stack(pair) for pair in zip(found, new, strict=True)))
+        k, v = jax.lax.ppermute((k, v), AXIS, neighbours)
+    return merge(*(array[None] for array in found), sink=sink)[0]
+
+
+@pytest.mark.parametrize("normalizer", [*LOGITS_OF_SINKS, "sinks"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_ring_of_devices_is_attention_over_all_keys(normalizer, reverse):
+    mesh = jax.make_mesh((DEVICES,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P(None, AXIS)
+    specs = {"in_specs": (rows, rows, rows, jax.P()), "out_specs": rows}
+    attend_around = jax.shard_map(partial(ring, reverse=reverse), mesh=mesh, **specs)
+
+    def attend(*arrays, normalizer, is_causal):
+        sink = LOGITS_OF_SINKS[normalizer] if isinstance(normalizer, str | float) else normalizer
+        return attend_around(*arrays, sink if sink is None else jnp.float32(sink))
+
+    given = SINK if normalizer == "sinks" else normalizer
+    check_definition(attend, qkv(16, 16, 2), given, is_causal=True, **TOLERANCES)
+
+
+def test_a_query_that_sees_no_key_gets_zero_and_finite_gradients():
+    outputs, lse = jnp.full((2, 1, 3, 1, 4), jnp.nan), jnp.full((2, 1, 1, 3), -jnp.inf)
+    for sink in (None, jnp.zeros(1), jnp.full(1, -jnp.inf)):
+        result = merge(outputs, lse, sink)
+        np.testing.assert_array_equal(result[0], 0.0)
+        np.testing.assert_array_equal(result[1], -np.inf if sink is None else sink[0])
+        slopes = jax.grad(lambda *arrays, sink=sink: jnp.sum(merge(*arrays, sink)[0]), (0, 1))(outputs, lse)
+        assert all((np.asarray(slope) == 0.0).all() for slope in slopes)

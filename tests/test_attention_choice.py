@@ -27,21 +27,18 @@ def traced(length, **options):
 
 
 # Sizes are B, T, N, S.
-@pytest.mark.parametrize(
-    ("platform", "sizes", "options", "expected"),
-    [
-        ("gpu", (128, 256, 12, 256), {}, "cudnn"),
-        ("gpu", (8, 4096, 12, 4096), {"is_causal": True}, "cudnn"),
-        ("tpu", (1, 128, 2, 128), {}, "splash"),
-        ("gpu", (8, 1, 12, 4096), {}, "xla"),
-        ("gpu", (32, 1024, 12, 1024), {"with_kernel": False}, "xla_chunked"),
-        ("gpu", (1, 1024, 12, 1024), {"with_kernel": False}, "xla"),
-        ("cpu", (1, 512, 2, 512), {"is_causal": True}, "xla"),
-        ("cpu", (1, 1024, 2, 1024), {"is_causal": True}, "xla_chunked"),
-        ("cpu", (1, 2048, 2, 2048), {}, "xla"),
-        ("cpu", (1, 4096, 2, 4096), {}, "xla_chunked"),
-    ],
-)
+@pytest.mark.parametrize(("platform", "sizes", "options", "expected"), [
+    ("gpu", (128, 256, 12, 256), {}, "cudnn"),
+    ("gpu", (8, 4096, 12, 4096), {"is_causal": True}, "cudnn"),
+    ("tpu", (1, 128, 2, 128), {}, "splash"),
+    ("gpu", (8, 1, 12, 4096), {}, "xla"),
+    ("gpu", (32, 1024, 12, 1024), {"with_kernel": False}, "xla_chunked"),
+    ("gpu", (1, 1024, 12, 1024), {"with_kernel": False}, "xla"),
+    ("cpu", (1, 512, 2, 512), {"is_causal": True}, "xla"),
+    ("cpu", (1, 1024, 2, 1024), {"is_causal": True}, "xla_chunked"),
+    ("cpu", (1, 2048, 2, 2048), {}, "xla"),
+    ("cpu", (1, 4096, 2, 4096), {}, "xla_chunked"),
+])  # fmt: skip
 def test_the_fastest_is_chosen_by_platform_and_size(platform, sizes, options, expected):
     assert fastest(platform, *sizes, **options) == expected
     if platform == "cpu":

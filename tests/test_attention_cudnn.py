@@ -44,8 +44,6 @@ def results(attend, weights, *arrays):
     return output, pullback(jnp.asarray(weights, output.dtype))
 
 
-# Meshes.
-
 MESHED = {
     "sink": {"normalizer": SINK},
     "one key head": {"normalizer": "softmax1", "kv_heads": 1},
@@ -83,14 +81,11 @@ def _placed(mesh, arrays, kind):
 QUICK = [("sink", AxisType.Auto), ("bias for all sequences", AxisType.Auto), ("one key head", AxisType.Explicit)]
 
 
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [
-        pytest.param(case, kind, marks=[pytest.mark.slow] * ((case, kind) not in QUICK))
-        for case in MESHED
-        for kind in (AxisType.Auto, AxisType.Explicit)
-    ],
-)
+@pytest.mark.parametrize(("case", "kind"), [
+    pytest.param(case, kind, marks=[pytest.mark.slow] * ((case, kind) not in QUICK))
+    for case in MESHED
+    for kind in (AxisType.Auto, AxisType.Explicit)
+])  # fmt: skip
 def test_over_batch_and_heads_nothing_is_gathered(case, kind):
     attend, arrays = _meshed(case)
     weights = jnp.asarray(normal(*arrays[0].shape, seed=5), jnp.float32)
@@ -127,9 +122,6 @@ def test_inside_shard_map_parts_are_attended(case):
     assert_near(got, expected)
 
 
-# Precision and extremes.
-
-
 @pytest.mark.parametrize("dtype", quick_and_slow([jnp.bfloat16, jnp.float16], {jnp.float16}))
 def test_half_precision_is_near_the_definition(dtype):
     arrays = _arrays(t=8, s=8, kv_heads=2, bias_shape=(1, N, 8, 8), dtype=dtype)
@@ -151,9 +143,6 @@ def test_a_bias_beyond_float16_leaves_all_to_sinks():
     ones = jnp.ones((B, 6, N, H), jnp.float16)
     got = jax.jit(partial(results, _attend))(ones, ones, ones, ones, jnp.full((1, 1, 1, 6), -1e30))
     assert all((array == 0.0).all() for array in jax.tree.leaves(got))
-
-
-# vmap.
 
 
 @pytest.mark.parametrize(
@@ -244,7 +233,3 @@ def test_private_names_of_another_form_are_said(name, monkeypatch):
         _cudnn(*HALF[:3])
     with jax.default_device("gpu"), pytest.warns(UserWarning, match="falls back.*keeps its cuDNN primitives"):
         jax.eval_shape(partial(dot_product_attention, is_causal=True), *HALF[:3])
-
-
-def test_on_a_cpu_the_kernel_is_unavailable():
-    assert "NVIDIA GPU" in cudnn.unavailable()

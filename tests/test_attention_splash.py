@@ -52,8 +52,6 @@ def test_output_and_gradients_are_the_definition(case):
         assert gradients[3][3] == 0.0  # a head without a sink
 
 
-# Sharded over batch and heads.
-
 BATCH = (*(jnp.asarray(a, jnp.float32) for a in qkv(128, 128, 2, batch=8)), jnp.arange(8, dtype=jnp.int32) * 16)
 
 
@@ -93,17 +91,11 @@ def test_heads_that_no_axis_divides_are_right(unsharded):
 def test_inside_a_shard_map_parts_are_attended(manual, unsharded):
     heads = P("x", None, "y") if "y" in manual else P("x")
     inside = jax.shard_map(
-        causal,
-        mesh=auto_mesh((4, 2), ("x", "y")),
-        in_specs=(heads, heads, heads, P("x")),
-        out_specs=heads,
-        axis_names=set(manual),
-        check_vma=False,
-    )
+        causal, mesh=auto_mesh((4, 2), ("x", "y")), in_specs=(heads, heads, heads, P("x")), out_specs=heads,
+        axis_names=set(manual), check_vma=False,
+    )  # fmt: skip
     assert_near(jax.jit(lambda *a: step(*a, function=inside))(*BATCH), unsharded)
 
-
-# The structure of what is lowered for TPUs.
 
 SHAPES = ((2, 256, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64))
 

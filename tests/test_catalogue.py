@@ -45,18 +45,15 @@ def test_limits_are_those_of_every_place_and_variant():
     assert limits("sink_logit_gap") == limits("of_an_experiment") == (-np.inf, np.inf)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("perplexity_int8_coarse", ("perplexity", "int8 coarse")),
-        ("perplexity_w4a8_group64_with_head", ("perplexity", "w4a8 group64", "head")),
-        ("kurtosis_first/layer_3", ("kurtosis", "first token", "layer 3")),
-        ("sink_attention/layer_1/head_0", ("layer 1", "head 0")),
-        ("post_attention_max_abs_rest", ("max |activation|", "other tokens", "after attention")),
-        ("rotated_kurtosis_rest/layer_0", ("kurtosis", "basis", "layer 0")),
-        ("of_an_experiment", ("of an experiment",)),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("perplexity_int8_coarse", ("perplexity", "int8 coarse")),
+    ("perplexity_w4a8_group64_with_head", ("perplexity", "w4a8 group64", "head")),
+    ("kurtosis_first/layer_3", ("kurtosis", "first token", "layer 3")),
+    ("sink_attention/layer_1/head_0", ("layer 1", "head 0")),
+    ("post_attention_max_abs_rest", ("max |activation|", "other tokens", "after attention")),
+    ("rotated_kurtosis_rest/layer_0", ("kurtosis", "basis", "layer 0")),
+    ("of_an_experiment", ("of an experiment",)),
+])  # fmt: skip
 def test_labels_name_the_variant(name, words):
     assert all(word in label(name) for word in words)
 

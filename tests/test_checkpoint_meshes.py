@@ -1,28 +1,29 @@
-"""Checkpoints saved on one mesh and read on others, by training, by plain Orbax, and by the command line."""
+"""Checkpoints saved on one mesh and read on others, by training, plain Orbax and the command line; runs on stores."""
 
 import re
 
+import fake_store
 import foreign_reader
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_runs import CONFIG as SMALL
-from tiny_run import bits, blank_state, by_path
+from tiny_run import Stop, bits, blank_state, by_path, stop_at
 
+from orthojax import load
 from orthojax import train as training
 from orthojax.config import replace
+from orthojax.data import prepare, text_parts
 from orthojax.errors import UserError
-from orthojax.train import Checkpoints, find_checkpoint
+from orthojax.stores import as_path
+from orthojax.train import Checkpoints, find_checkpoint, open_inputs, read_metrics, train, verify_checkpoint
 
 CONFIG = replace(
     SMALL, {"model.vocab_size": 64, "model.num_layers": 2, "model.scan_layers": True, "optim.weight_decay": 0.1}
 )
-KINDS = {
-    "adam": {"optim.optimizer": "adam"},
-    "hadamard": {"optim.rotation.kind": "hadamard"},
-    "haar": {"optim.rotation.kind": "haar"},
-}
+KINDS = {"adam": {"optim.optimizer": "adam"}}
+KINDS |= {kind: {"optim.rotation.kind": kind} for kind in ("hadamard", "haar")}
 AXES = ("data", "fsdp", "tensor")
 
 
@@ -87,14 +88,6 @@ def test_a_state_is_restored_onto_another_mesh(saved, kind, sizes):
     assert kind != "haar" or any("basis" in path for path in by_path(states[kind].opt_state))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES[:2])])
-def test_and_the_other_way_round(tmp_path, sizes):
-    state = state_of(CONFIG)
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(placed(state, sizes), CONFIG, {})
-    assert bits(restore(tmp_path, CONFIG, (2, 2, 2))) == bits(state)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parameters_alone_are_read_onto_one_device(saved, kind):
     home, states = saved
@@ -144,3 +137,43 @@ def test_inspection_shows_and_verifies_every_array(saved):
     words = ("step 5", "model.normalizer = softmax1", "source: 'test'", "next_step: 5")
     words += (f"checksums: all hold, of {total:,} bytes",)
     assert all(word in done.stdout for word in words), done.stdout
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    (tmp_path / "store/bucket").mkdir(parents=True)
+    server = fake_store.start(tmp_path / "store", monkeypatch)
+    yield tmp_path / "store/bucket"
+    server.shutdown()
+
+
+def test_a_run_on_a_store_resumes_to_the_bits_of_one_on_a_disk(tmp_path, store):
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    prepare(store / "data", text_parts([str(tmp_path / "a.txt")], ["train", "validation"]), "bytes")
+    paths = ("gs://bucket/data/train*.bin", "gs://bucket/data/validation.bin")
+    config = replace(SMALL, {"data.kind": "tokens", "data.paths": paths})
+    inputs = open_inputs(config, tmp_path / "cache")
+    whole = train(config, inputs, tmp_path / "run")
+    workdir = as_path("gs://bucket/run", "workdir")
+    with pytest.raises(Stop):
+        train(config, inputs, workdir, on_step=stop_at(8))
+    state = train(config, inputs, workdir)
+    assert bits(state) == bits(whole)
+    assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == 11
+    step = find_checkpoint(workdir)
+    assert str(step) == "gs://bucket/run/checkpoints/11"
+    assert verify_checkpoint(step) == verify_checkpoint(find_checkpoint(tmp_path / "run"))
+    loaded = load("gs://bucket/run")
+    assert loaded.tokenizer.spec == "bytes"
+    assert bits(loaded.params) == bits(jax.device_get(whole.params))
+    with pytest.raises(UserError, match="another config"):
+        train(replace(config, {"train.seed": 3}), inputs, workdir)
+    with pytest.raises(UserError, match=r"tensorboard .* gs://bucket/other"):
+        train(replace(config, {"train.tensorboard": True}), inputs, as_path("gs://bucket/other", "workdir"))
+
+
+def test_a_store_without_its_package_is_named():
+    with pytest.raises(UserError, match=r"(?s)workdir s3://bucket/run cannot be reached.*pip install s3fs"):
+        as_path("s3://bucket/run", "workdir")
+    with pytest.raises(UserError, match="ftp://host/run is an address"):
+        as_path("ftp://host/run", "workdir")

@@ -41,8 +41,6 @@ def seeds(*values):
     return [{"x": value} if value is not None else None for value in values]
 
 
-# Text and value.
-
 _OPERATORS = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "<": operator.lt,
     "<=": operator.le, ">": operator.gt, ">=": operator.ge, "&": operator.and_, "|": operator.or_,
@@ -95,17 +93,14 @@ def test_logic_that_of_python_and_written_as_computed(drawn):
     assert in_python(Claim("", expression).criterion) == expected
 
 
-@pytest.mark.parametrize(
-    ("expression", "text"),
-    [
-        (((X["a"] < 1) & (X["b"] < 1)).in_every_seed(), "(x of a < 1 and x of b < 1) in every seed"),
-        (abs(X["a"] - 1) < 2, "|x of a - 1| < 2"),
-        (c.largest(X["a"], X["b"], 3) > c.smallest(X["a"], 0), "max(x of a, x of b, 3) > min(x of a, 0)"),
-        (c.peak(ByLayer("x")["a"]) > 3, "largest(x by layer of a) > 3"),
-        ((X["a"] < X["b"]) + 0 < 1, "(x of a < x of b) + 0 < 1"),
-        ((X["a"] < 1) < (X["b"] < 1), "(x of a < 1) < (x of b < 1)"),
-    ],
-)
+@pytest.mark.parametrize(("expression", "text"), [
+    (((X["a"] < 1) & (X["b"] < 1)).in_every_seed(), "(x of a < 1 and x of b < 1) in every seed"),
+    (abs(X["a"] - 1) < 2, "|x of a - 1| < 2"),
+    (c.largest(X["a"], X["b"], 3) > c.smallest(X["a"], 0), "max(x of a, x of b, 3) > min(x of a, 0)"),
+    (c.peak(ByLayer("x")["a"]) > 3, "largest(x by layer of a) > 3"),
+    ((X["a"] < X["b"]) + 0 < 1, "(x of a < x of b) + 0 < 1"),
+    ((X["a"] < 1) < (X["b"] < 1), "(x of a < 1) < (x of b < 1)"),
+])  # fmt: skip
 def test_criterion_is_written_as_it_is_computed(expression, text):
     assert Claim("", expression).criterion == text
 
@@ -118,29 +113,24 @@ def test_python_words_for_and_or_are_refused():
         0 < X["a"] < 1  # noqa: B015
 
 
-# Verdicts.
-
 TWO_SEEDS = {"a": seeds(1.0, 5.0), "b": seeds(4.0, 4.0)}
 
 
-@pytest.mark.parametrize(
-    ("expression", "holds"),
-    [
-        (X["a"] < X["b"], True),  # 3 < 4
-        ((X["a"] < X["b"]).in_every_seed(), False),  # 5 > 4 in the second seed
-        (~(X["a"] < X["b"]).in_every_seed(), True),
-        (Metric("square", lambda of: of["x"] ** 2)["a"] >= 13, True),  # (1 + 25) / 2, not 3^2
-        (c.function("gap", lambda a, b: b - a, X["a"], X["b"]) <= 1, True),
-        (c.rising(X["a"], X["b"], 5), True),
-        (c.rising(X["a"], X["b"], 4), False),
-        (c.all_of([X["a"] > 2, X["b"] > 3, X["a"] > 3]), False),
-        (c.any_of([X["a"] > 3, X["b"] > 4, X["b"] >= 4]), True),
-        (c.check(lambda a, b: len(a.seeds) == 2 and a["x"] < b["x"], "a", "b", words="less"), True),
-        (c.check(lambda *all_of_them: len(all_of_them) == 2, words="two variants"), True),
-        (c.largest_of_all(lambda of: of["x"], lambda of: of.name != "b", "largest x but b's") < 3.5, True),
-        (abs(X["a"] - X["b"]) < 1, False),
-    ],
-)
+@pytest.mark.parametrize(("expression", "holds"), [
+    (X["a"] < X["b"], True),  # 3 < 4
+    ((X["a"] < X["b"]).in_every_seed(), False),  # 5 > 4 in the second seed
+    (~(X["a"] < X["b"]).in_every_seed(), True),
+    (Metric("square", lambda of: of["x"] ** 2)["a"] >= 13, True),  # (1 + 25) / 2, not 3^2
+    (c.function("gap", lambda a, b: b - a, X["a"], X["b"]) <= 1, True),
+    (c.rising(X["a"], X["b"], 5), True),
+    (c.rising(X["a"], X["b"], 4), False),
+    (c.all_of([X["a"] > 2, X["b"] > 3, X["a"] > 3]), False),
+    (c.any_of([X["a"] > 3, X["b"] > 4, X["b"] >= 4]), True),
+    (c.check(lambda a, b: len(a.seeds) == 2 and a["x"] < b["x"], "a", "b", words="less"), True),
+    (c.check(lambda *all_of_them: len(all_of_them) == 2, words="two variants"), True),
+    (c.largest_of_all(lambda of: of["x"], lambda of: of.name != "b", "largest x but b's") < 3.5, True),
+    (abs(X["a"] - X["b"]) < 1, False),
+])  # fmt: skip
 def test_means_decide_unless_every_seed_is_asked(expression, holds):
     assert verdict(Claim("", expression), **TWO_SEEDS) == ("holds" if holds else "does not hold")
 
@@ -163,21 +153,18 @@ CASES = {"p_old": {"x": 4.0}, "p_new": {"x": 1.0}, "q_old": {"x": 8.0}, "q_new":
 HALVED = X["*_new"] <= 0.5 * X["*_old"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict", "cases"),
-    [
-        ({}, "does not hold", ["p", "q"]),  # r has no old one
-        ({"cases": ("p",)}, "holds", ["p"]),
-        ({"cases": ("p", "r")}, "holds", ["p"]),
-        ({"given": X["*_old"] < 5}, "holds", ["p", "q"]),
-        ({"most": True}, "does not hold", ["p", "q"]),  # one of two is no majority
-        ({"most": True, "holds": X["*_new"] < 2}, "holds", ["p", "q", "r"]),
-        ({"largest": X["*_old"] - X["*_new"]}, "holds", ["p"]),  # both lose 3: the first
-        ({"largest": X["*_old"]}, "does not hold", ["q"]),
-        ({"largest": X["*_old"], "given": X["*_old"] < 5}, "holds", ["p"]),
-        ({"cases": lambda of: of["x"] > 3, "holds": X["*"] > 4}, "does not hold", ["p_old", "q_old", "q_new"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "verdict", "cases"), [
+    ({}, "does not hold", ["p", "q"]),  # r has no old one
+    ({"cases": ("p",)}, "holds", ["p"]),
+    ({"cases": ("p", "r")}, "holds", ["p"]),
+    ({"given": X["*_old"] < 5}, "holds", ["p", "q"]),
+    ({"most": True}, "does not hold", ["p", "q"]),  # one of two is no majority
+    ({"most": True, "holds": X["*_new"] < 2}, "holds", ["p", "q", "r"]),
+    ({"largest": X["*_old"] - X["*_new"]}, "holds", ["p"]),  # both lose 3: the first
+    ({"largest": X["*_old"]}, "does not hold", ["q"]),
+    ({"largest": X["*_old"], "given": X["*_old"] < 5}, "holds", ["p"]),
+    ({"cases": lambda of: of["x"] > 3, "holds": X["*"] > 4}, "does not hold", ["p_old", "q_old", "q_new"]),
+])  # fmt: skip
 def test_stars_stand_for_cases_that_all_hold(changes, verdict, cases):
     judged = c.judge(Claim("", **{"holds": HALVED} | changes), made_up(**CASES))
     assert judged.verdict == verdict
@@ -263,22 +250,19 @@ def test_equal_perplexity_needs_an_interval_within_the_margin(spread, shift, hol
 MASS, KURTOSIS = Metric("first_attention_mass"), Metric("kurtosis_rest")
 
 
-@pytest.mark.parametrize(
-    ("given", "lacks"),
-    [
-        (MASS["*"] > 2 * Metric("z")["*"], "attention mass on the first token: a 14%, needs more than 14.8%"),
-        (KURTOSIS["*"] >= 4, "kurtosis, other tokens: a 3.33, needs at least 4"),
-        ((KURTOSIS["*"] > 3).in_every_seed(), "kurtosis, other tokens: a 2.33, needs more than 3 in every seed"),
-        ((MASS["*"] > 0) & (KURTOSIS["*"] > 4), "kurtosis, other tokens: a 3.33, needs more than 4"),
-        ((MASS["*"] > 1) & (KURTOSIS["*"] > 4), "attention mass on the first token: a 14%, needs more than 100%"),
-        ((MASS["*"] < 0) | (KURTOSIS["*"] > 4),
-         "attention mass on the first token: a 14%, needs less than 0%, "
-         "or kurtosis, other tokens: a 3.33, needs more than 4"),
-        (c.largest(KURTOSIS["*"], MASS["*"]) > 4,
-         "largest of kurtosis, other tokens and attention mass on the first token: a 333%, needs more than 400%"),
-        (~(KURTOSIS["*"] > 3), "needs not kurtosis_rest of a > 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "lacks"), [
+    (MASS["*"] > 2 * Metric("z")["*"], "attention mass on the first token: a 14%, needs more than 14.8%"),
+    (KURTOSIS["*"] >= 4, "kurtosis, other tokens: a 3.33, needs at least 4"),
+    ((KURTOSIS["*"] > 3).in_every_seed(), "kurtosis, other tokens: a 2.33, needs more than 3 in every seed"),
+    ((MASS["*"] > 0) & (KURTOSIS["*"] > 4), "kurtosis, other tokens: a 3.33, needs more than 4"),
+    ((MASS["*"] > 1) & (KURTOSIS["*"] > 4), "attention mass on the first token: a 14%, needs more than 100%"),
+    ((MASS["*"] < 0) | (KURTOSIS["*"] > 4),
+     "attention mass on the first token: a 14%, needs less than 0%, "
+     "or kurtosis, other tokens: a 3.33, needs more than 4"),
+    (c.largest(KURTOSIS["*"], MASS["*"]) > 4,
+     "largest of kurtosis, other tokens and attention mass on the first token: a 333%, needs more than 400%"),
+    (~(KURTOSIS["*"] > 3), "needs not kurtosis_rest of a > 3"),
+])  # fmt: skip
 def test_what_is_not_testable_says_why_in_numbers(given, lacks):
     rows = [{"kurtosis_rest": 3.33 + shift, "first_attention_mass": 0.14, "z": 0.074} for shift in (-1, 1)]
     (case,) = c.judge(Claim("", MASS["*"] < 0.5, given, cases=["a"]), made_up(a=rows)).cases

@@ -74,8 +74,6 @@ def test_processes_read_their_rows_of_the_batch():
     assert source.rows(0, 3, 3).shape == (0, T + 1)
 
 
-# From a config to tokens.
-
 TEXT = "Some words that come again, and again some words.\n" * 40
 
 

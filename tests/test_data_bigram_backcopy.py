@@ -23,9 +23,6 @@ B2, T2 = 256, 23
 TEXT = "the cat sat, a hat set. " * 3 + "see the tea at sea, that etc. "
 
 
-# The law.
-
-
 def test_statistics_against_plain_counting():
     """And the laws that follow from them."""
     task, text = BigramBackcopy.from_text(default_text(), 3), default_text()
@@ -49,9 +46,6 @@ def test_statistics_against_plain_counting():
     expected[task.triggers] = 0
     np.testing.assert_allclose(task.first, expected / expected.sum(), rtol=1e-12)
     np.testing.assert_array_equal(task.transition[V - 1], task.first)  # not the marginal, which has triggers
-
-
-# Batches.
 
 
 @functools.cache
@@ -168,9 +162,6 @@ def test_a_batch_has_same_bits_on_any_mesh(sizes):
     np.testing.assert_array_equal(drawn, batch_of("in-context or backward", 5, 6))
 
 
-# The oracle.
-
-
 def law_by_hand(task, row):
     """The law of the next token after every prefix of one sequence, float64 [T, V], from the counts by enumeration."""
     names = sorted({a for a, *_ in task.counts})
@@ -226,17 +217,6 @@ def test_the_oracle_is_the_law_by_enumeration(name, x64):
     assert law.dtype == np.float64
     np.testing.assert_allclose(law, [law_by_hand(task, row) for row in rows], rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(np.sum(law, -1), 1.0, rtol=1e-12)
-
-
-@pytest.mark.parametrize(("p", "name"), [(0.0, "backcopy"), (1.0, "backward")])
-def test_interpolation_ends_in_its_two_rules(p, name):
-    mixed, rows = small(other_rule="bigram_backward", other_rule_probability=p), batch_of(name)
-    np.testing.assert_array_equal(mixed.batch(0, B2, T2, 0), rows)
-    law = small(**CASES[name]).oracle(rows[:, :-1])
-    np.testing.assert_array_equal(mixed.oracle(rows[:, :-1]), law)
-
-
-# Where the counts come from.
 
 
 def test_a_task_is_opened_as_its_config_says(tmp_path):

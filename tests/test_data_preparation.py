@@ -55,9 +55,6 @@ def ids_of(texts):
     return [i for text in texts for i in (*text.encode(), 257)]
 
 
-# The rule that divides text.
-
-
 def split_by_text(documents):
     rule = hold_out_by_text(iter(documents))
     parts = [[Document(d.name, rule(split, d)) for d in documents] for split in SPLITS]
@@ -95,8 +92,6 @@ def test_few_or_equal_documents_lose_their_ends(documents):
         joined[name] += text
     assert joined == dict(documents)
 
-
-# Repeated passages.
 
 # Every character differs from its neighbours for 20,000 characters, so that a repeat cannot be mistaken.
 NUMBERED = "".join(chr(0x4E00 + i) for i in range(20_000))
@@ -138,9 +133,6 @@ def test_any_text_can_be_repeated(text, share):
     assert len(text) <= len(made) <= 3 * len(text)
     assert made.startswith(text[:40])
     assert repeat_passages(text, 0.0) == text
-
-
-# Token files.
 
 
 def test_files_hold_the_documents_of_their_splits(text, tmp_path):
@@ -198,20 +190,6 @@ def test_the_command_prepares_what_datasets_reads(tmp_path):
     assert done.returncode == 2
     assert "t.parquet" in done.stderr.splitlines()[-1]
     assert sum("%" not in line for line in done.stderr.splitlines()) <= 3
-
-
-# Interrupted, and again.
-
-
-def test_complete_files_are_kept(text, tmp_path):
-    prepared(tmp_path / "out", text)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    prepared(tmp_path / "out", text)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-    whole = contents(tmp_path / "out")
-    (tmp_path / "out/all.bin").unlink()  # is made again
-    prepared(tmp_path / "out", text)
-    assert contents(tmp_path / "out") == whole
 
 
 def joined(folder, name):
@@ -284,9 +262,6 @@ def test_a_failure_in_a_process_is_reported_and_ends_the_others(text, tmp_path):
     assert not multiprocessing.active_children() or time.sleep(2) or not multiprocessing.active_children()
 
 
-# Files of datatrove.
-
-
 def write_datatrove(path, documents, dtype):
     """As its TokenizedFile does: struct.pack("<nH") of the ids and ("<nQ") of the ends of documents."""
     ids = [i for document in documents for i in document]
@@ -349,9 +324,6 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path):
     with pytest.raises(UserError, match="line 61"):
         prepared(tmp_path / "out", text)
     assert [*contents(tmp_path / "out")] == ["tokenizer.json"]
-
-
-# Refused.
 
 
 def test_files_of_something_else_are_kept(text, tmp_path):

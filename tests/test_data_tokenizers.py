@@ -31,9 +31,6 @@ def bpe():
     return train_bpe(TEXTS, 330)
 
 
-# Our own.
-
-
 @hypothesis.given(st.lists(st.text(), max_size=4))
 @hypothesis.example(["a <|eos|> b <|bos|>"])
 def test_round_trip(bpe, texts):
@@ -75,19 +72,13 @@ def test_save_and_load(tmp_path, spec):
         np.testing.assert_array_equal(a, b)
 
 
-# tokenizer.json.
-
-
-@pytest.mark.parametrize(
-    ("special", "bos_id", "eos_id"),
-    [
-        (["<s>", "</s>"], 3, 4),
-        (["<|endoftext|>"], 3, 3),
-        (["<|begin_of_text|>", "<|end_of_text|>"], 3, 4),
-        (["<eos>", "<bos>"], 4, 3),
-        (["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"], 3, 4),
-    ],
-)
+@pytest.mark.parametrize(("special", "bos_id", "eos_id"), [
+    (["<s>", "</s>"], 3, 4),
+    (["<|endoftext|>"], 3, 3),
+    (["<|begin_of_text|>", "<|end_of_text|>"], 3, 4),
+    (["<eos>", "<bos>"], 4, 3),
+    (["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"], 3, 4),
+])  # fmt: skip
 def test_published_json_adds_and_cuts_nothing(tmp_path, special, bos_id, eos_id):
     """A tokenizer.json as other projects publish them."""
     backend, path = hf.Tokenizer(hf.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2})), str(tmp_path / "x.json")
@@ -112,9 +103,6 @@ def test_vocab_size_counts_to_the_largest_id(tmp_path):
     backend = hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 7}, unk_token="a"))
     backend.save(str(tmp_path / "holes.json"))
     assert load_tokenizer(tmp_path / "holes.json").vocab_size == 8
-
-
-# GPT-2's two files.
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +141,6 @@ def test_gpt2_by_folder_or_file(gpt2, tmp_path):
     assert tokenizer_identity(str(tmp_path / "copy")) != before
 
 
-# sentencepiece.
-
-
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_sentencepiece_is_its_library(tmp_path, kind):
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -178,9 +163,6 @@ def test_sentencepiece_is_its_library(tmp_path, kind):
     loaded = load_tokenizer(tmp_path / "tokenizer.json", tokenizer.spec)
     assert loaded == tokenizer
     assert loaded.encode_batch(TEXTS)[0].tolist() == reference.encode(TEXTS[0])
-
-
-# Refused.
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -43,8 +43,6 @@ def one_by_one(tmp_path_factory):
     return everything(workdir)
 
 
-# Where dispatches end.
-
 cadence = st.integers(0, 9)
 
 
@@ -74,9 +72,6 @@ def test_small_steps_share_a_dispatch_and_large_ones_do_not():
         of(0)
 
 
-# What does not depend on it.
-
-
 @pytest.mark.parametrize("most", [4, None])
 def test_no_bit_depends_on_the_steps_of_a_dispatch(one_by_one, tmp_path, most):
     train(of(most), inputs(), tmp_path)
@@ -88,21 +83,14 @@ def test_no_bit_depends_on_the_steps_of_a_dispatch(one_by_one, tmp_path, most):
     assert [line["step"] for line in expected[0] if "loss_nats" in line] == [1, 2, 4, 6, 8, 10, 12, 13]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"train.accumulation_steps": 2, "model.remat": "full"},
-        {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "optim.optimizer": "sgd"},
-    ],
-    ids=["accumulated", "mesh"],
-)
+@pytest.mark.parametrize("changes", [
+    {"train.accumulation_steps": 2, "model.remat": "full"},
+    {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "optim.optimizer": "sgd"},
+], ids=["accumulated", "mesh"])  # fmt: skip
 def test_nor_however_a_step_is_computed(tmp_path, changes):
     states = [train(of(most, **FREE, **changes), inputs(), tmp_path / f"{most}") for most in (1, 5)]
     assert bits(states[1]) == bits(states[0])
     assert lines(tmp_path / "5") == lines(tmp_path / "1")
-
-
-# What happens within a dispatch.
 
 
 def test_a_run_resumes_with_another_number(one_by_one, tmp_path):

@@ -4,7 +4,6 @@ import doctest
 import importlib
 import json
 import re
-import subprocess
 import textwrap
 import types
 from pathlib import Path
@@ -14,7 +13,6 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from absl import flags
 from flax import nnx
@@ -54,13 +52,6 @@ def names_of(word: str, page: str = "", **names) -> dict:
     return names
 
 
-def test_ci_runs_the_test_command_of_the_readme():
-    pattern = re.search(r"grep -m 1 -E '([^']+)' README.md", (ROOT / ".ci/run").read_text())
-    assert pattern
-    found = subprocess.run(["grep", "-m", "1", "-E", pattern[1], ROOT / "README.md"], capture_output=True, text=True)
-    assert found.stdout.strip() == blocks("sh")[1].strip()
-
-
 def test_optimizers_of_the_guide_are_equal():
     names = names_of("from_parts", "optimizer.md")
     params = {"kernel": jax.random.normal(jax.random.key(0), (32, 4)), "embedding": jnp.ones((8, 32))}
@@ -68,13 +59,7 @@ def test_optimizers_of_the_guide_are_equal():
     whole, _ = names["optimizer"].update(grads, names["optimizer"].init(params), params)
     chained, _ = names["from_parts"].update(grads, names["from_parts"].init(params), params)
     assert jnp.allclose(chained["kernel"], whole["kernel"], atol=1e-7)
-    undecayed = orthojax.orthoadam(1e-3, rotation=names["r"])
-    assert not jnp.allclose(undecayed.update(grads, undecayed.init(params))[0]["kernel"], whole["kernel"], atol=1e-6)
-    lion, _ = names["lion"].update(grads, names["lion"].init(params), params)
-    plain = optax.lion(1e-4)
-    unrotated, _ = plain.update(grads, plain.init(params), params)
-    assert not jnp.allclose(lion["kernel"], unrotated["kernel"], rtol=1e-2)
-    assert np.linalg.norm(lion["kernel"]) == pytest.approx(np.linalg.norm(unrotated["kernel"]), rel=0.1)
+    lion, _ = names["lion"].update(grads, names["lion"].init(params), params)  # test_optim_inner.py has its numbers
     assert (lion["kernel"] * grads["kernel"]).sum() < 0  # downhill
 
 
@@ -83,28 +68,16 @@ def test_axes_rule_of_the_guide_fits_flax_attention():
     attention, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.ones((1, 6, 16))
     params = {"attention": attention.init(jax.random.key(0), x)["params"], "embedding": jnp.ones((8, 16))}
     found = orthojax.optim.describe(orthojax.Rotation(axes=names["axes"]), params)
-    assert {path: what for path, what in found.items() if "kernel" in path} == {
-        "attention/key/kernel": "axes (1, 2): hadamard 16",
-        "attention/out/kernel": "axes (2,): hadamard 16",
-        "attention/query/kernel": "axes (1, 2): hadamard 16",
-        "attention/value/kernel": "axes (1, 2): hadamard 16",
-    }
+    expected = {f"attention/{name}/kernel": "axes (1, 2): hadamard 16" for name in ("key", "query", "value")}
+    expected["attention/out/kernel"] = "axes (2,): hadamard 16"
+    assert {path: what for path, what in found.items() if "kernel" in path} == expected
     names["optimizer"].init(params)
-    found = orthojax.optim.describe(orthojax.Rotation(axes=16), params)
-    assert {mark for path, _, _, mark in found.rows if "kernel" in path} == {""}  # all certain
-    assert {path: what for path, what in found.items() if "kernel" in path} == {
-        "attention/key/kernel": "axes (0,): hadamard 16",
-        "attention/out/kernel": "axes (2,): hadamard 16",
-        "attention/query/kernel": "axes (0,): hadamard 16",
-        "attention/value/kernel": "axes (0,): hadamard 16",
-    }
 
 
 def test_the_norm_of_the_guide_is_that_of_the_model():
     x = jax.random.normal(jax.random.key(0), (2, 16)) + 1.0
-    assert (
-        "`nn.RMSNorm(feature_axes=())`, in nnx `nnx.RMSNorm(1, feature_axes=(), rngs=rngs)`" in GUIDES["optimizer.md"]
-    )
+    of_flax = "`nn.RMSNorm(feature_axes=())`, in nnx `nnx.RMSNorm(1, feature_axes=(), rngs=rngs)`"
+    assert of_flax in GUIDES["optimizer.md"]
     y, params = nn.RMSNorm(feature_axes=()).init_with_output(jax.random.key(0), x)
     of_nnx = nnx.RMSNorm(1, feature_axes=(), rngs=nnx.Rngs(0))
     assert of_nnx.scale.shape == (1,)
@@ -266,14 +239,6 @@ def test_every_block_of_python_is_tested():
     assert len(blocks("python")) == 2
 
 
-def test_code_of_the_guides_has_80_columns():
-    """80 characters are what the site shows at 1280 pixels."""
-    texts = [README, *GUIDES.values()]
-    found = [line for text in texts for block in blocks(r"\w+", text) for line in block.splitlines()]
-    assert len(found) > 200
-    assert [line for line in found if len(line) > 80] == [block.strip() for block in blocks("sh")][:2]  # to copy whole
-
-
 def commands_of(text: str) -> list[list[str]]:
     """The words of every `orthojax COMMAND` in code."""
     code = [*re.findall(r"`(orthojax [^`]+)`", text), *(b for of in ("sh", "bash") for b in blocks(of, text))]
@@ -394,10 +359,3 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == orthojax.__version__
     released = re.search(r"^## (\S+) \(\d", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)  # the newest with a date
     assert released[1] == orthojax.__version__
-
-
-def test_constraints_hold_no_addresses_and_both_stacks():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    assert all(re.fullmatch(r"[\w.\-\[\]]+==[\w.]+( ; .+)?", line) for line in lines)
-    for package in ("jax", "jaxlib", "flax", "numpy"):
-        assert len([line for line in lines if line.startswith(f"{package}==")]) == 2

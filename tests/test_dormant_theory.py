@@ -174,9 +174,6 @@ def test_only_the_stationary_set_is_stationary():
     assert sink_theory.distance_to_stationary(moved, beta, of)[0] > 0.01
 
 
-# Norms.
-
-
 def test_sgd_follows_closed_form_and_adam_the_paper():
     gradient = norm_toys.residual_norm_gradient(np.ones(1))
     with jax.enable_x64(True):

@@ -13,7 +13,8 @@ from thinned import quick_and_slow
 from tiny_run import TINY
 
 from orthojax.config import ModelConfig, replace
-from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_shapes
+from orthojax.experiments.costs import interleaved_seconds, ratio_quartiles
+from orthojax.model import Transformer, flops_per_token, gpt2, parameter_shapes
 from orthojax.train import dry_run, init_state, model_flops_per_token, model_flops_utilization
 
 SMALL = {"vocab_size": 96, "max_length": 64, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_mlp": 160}
@@ -37,15 +38,6 @@ def test_gpt2_sizes_are_the_closed_form(size, layers, d, length):
     assert model_flops_per_token(model, length) == closed_form(layers, d, 50_304, length)
     both = closed_form(layers, d, 50_304, length) + 6 * layers * length * d
     assert flops_per_token(model, length) == both
-
-
-def test_causality_halves_products_of_attention():
-    model, length = llama2("tiny", **SMALL, d_head=24), 32
-    attention = 6 * 2 * length * 4 * (24 + 24)  # layers, heads
-    assert model_flops_per_token(model, length) == flops_per_token(model, length) - attention // 2
-    wider = llama2("tiny", **SMALL, d_head=24, num_kv_heads=1)
-    assert flops_per_token(model, 2 * length) - flops_per_token(model, length) == attention
-    assert flops_per_token(wider, 2 * length) - flops_per_token(wider, length) == attention
 
 
 def traced_flops(function, *args):
@@ -90,8 +82,6 @@ def test_utilization_is_the_share_of_the_peak():
         assert model_flops_utilization(463_000, flops, unknown, 1) is None
 
 
-# Dry runs.
-
 MODEL = gpt2("tiny", num_layers=2, d_model=32, num_heads=4, d_mlp=64, vocab_size=64, max_length=16)
 CHANGES = {"optim.optimizer": "orthoadam", "data.sequence_length": 16, "train.steps": 10, "train.batch_size": 16}
 RUN = replace(dataclasses.replace(TINY, model=MODEL), CHANGES)
@@ -117,3 +107,47 @@ def test_a_dry_run_counts_what_the_run_holds(mesh):
     counts = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     for what in (f"{counts:,} parameters", "2,560", "8 x cpu" if mesh else "1 x cpu"):
         assert any(what in line for line in said), what
+
+
+class FakeMachine:
+    """Has a clock that its functions move by the given seconds, so that every expected second is known."""
+
+    def __init__(self):
+        self.now, self.calls = 100.0, []
+
+    def clock(self):
+        return self.now
+
+    def function(self, name, seconds):
+        left = list(seconds)
+
+        def call():
+            self.calls.append(name)
+            self.now += left.pop(0)
+
+        return call
+
+
+def test_seconds_are_of_each_function_and_order_alternates():
+    machine = FakeMachine()
+    functions = {"a": machine.function("a", [500, 1, 2, 3]), "b": machine.function("b", [700, 10, 20, 30])}
+    assert interleaved_seconds(functions, 3, clock=machine.clock) == {"a": [1, 2, 3], "b": [10, 20, 30]}
+    assert machine.calls[-6:] == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_call_is_over_when_its_result_is_ready():
+    machine = FakeMachine()
+
+    class Result:
+        def block_until_ready(self):
+            machine.now += 5.0
+            return self
+
+    seconds = interleaved_seconds({"a": lambda: [Result(), Result()]}, 2, clock=machine.clock)
+    assert seconds == {"a": [10.0, 10.0]}
+
+
+def test_ratios_are_taken_within_a_repetition():
+    """A machine that is ten times slower for a while changes no ratio, but both medians."""
+    assert ratio_quartiles([3, 30, 30, 3], [2, 20, 20, 2]) == pytest.approx([1.5, 1.5, 1.5])
+    assert ratio_quartiles([1, 3, 9], [1, 1, 9]) == pytest.approx([1.0, 1.0, 2.0])  # that of the medians is 3

@@ -13,14 +13,10 @@ from orthojax.errors import UserError, as_user_error
 from orthojax.places import find_checkpoint, find_place
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b"[1]", b"null", b"3", bytes(100),
-        '{"é": 1}'.encode("latin-1"), '{"a": 1}'.encode("utf-16"), b'\xef\xbb\xbf{"a": 1}',
-    ],
-    ids="empty cut encoding integer nested list null number zeros latin-1 utf-16 marked".split(),
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    b"", b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b"[1]", b"null", b"3", bytes(100),
+    '{"é": 1}'.encode("latin-1"), '{"a": 1}'.encode("utf-16"), b'\xef\xbb\xbf{"a": 1}',
+], ids="empty cut encoding integer nested list null number zeros latin-1 utf-16 marked".split())  # fmt: skip
 def test_damaged_json_names_the_file(tmp_path, content):
     path = tmp_path / "report.json"
     path.write_bytes(content)

@@ -144,9 +144,6 @@ def test_some_layers_commute_with_a_rotation(x64):
     assert min(d for pair in found.values() for d in pair if d > 1e-12) > 0.1
 
 
-# The largest channels.
-
-
 def pairwise(sets):
     """Mean of |A & B| / |A| over all pairs, one by one."""
     return np.mean([len(a & b) / len(a) for a, b in itertools.combinations(sets, 2)])
@@ -211,9 +208,6 @@ def test_the_largest_channel_is_ranked_among_output_weights():
     found = channels.ranks_of_largest_channel(*planted(hidden, params))
     assert found["mlp_output"].tolist() == [0, 3]
     assert min(found["attention_output"]) >= D - 2
-
-
-# Losses.
 
 
 def test_jumps_and_rises_are_counted_after_warm_up():
@@ -306,17 +300,14 @@ def run(kind="hadamard", axes="output", scope="layer", optimizer="orthoadam", **
     return replace(Config(optim=OptimConfig(optimizer=optimizer, rotation=rotation)), model | changes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "axes", "scope", "part", "scan"),
-    [
-        ("hadamard", "output", "layer", "mlp_output", False),
-        ("hadamard", "output", "layer", "attention_output", True),
-        ("haar", "both", "layer", "mlp_output", True),
-        pytest.param("hadamard", "both", "tree", "attention_output", False, marks=pytest.mark.slow),
-        pytest.param("haar", "writers", "layer", "attention_output", False, marks=pytest.mark.slow),
-        pytest.param("dct", "d_model", "layer", "mlp_output", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "axes", "scope", "part", "scan"), [
+    ("hadamard", "output", "layer", "mlp_output", False),
+    ("hadamard", "output", "layer", "attention_output", True),
+    ("haar", "both", "layer", "mlp_output", True),
+    pytest.param("hadamard", "both", "tree", "attention_output", False, marks=pytest.mark.slow),
+    pytest.param("haar", "writers", "layer", "attention_output", False, marks=pytest.mark.slow),
+    pytest.param("dct", "d_model", "layer", "mlp_output", True, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_bases_are_those_that_the_optimizer_applies(kind, axes, scope, part, scan):
     config = run(kind, axes, scope)
     Q = channels.output_bases(config, part)
@@ -344,9 +335,8 @@ def test_a_run_without_such_a_basis_is_refused(change):
 
 @pytest.mark.slow
 def test_moments_of_run_are_compared_in_own_basis(tmp_path):
-    config = replace(
-        cured(TINY), {"train.steps": 3, "train.checkpoint_every_steps": 3, "optim.rotation.axes": "output"}
-    )
+    changes = {"train.steps": 3, "train.checkpoint_every_steps": 3, "optim.rotation.axes": "output"}
+    config = replace(cured(TINY), changes)
     train(config, inputs(), tmp_path)
     model = load(tmp_path)
     kept = channels.OUTPUT_WEIGHTS.measure(model, inputs(), lambda part: None)[1]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from model_oracle import random_params
-from refusals import assert_refused, refused
+from refusals import refused
 from test_pretrained_import import KINDS
 
 import orthojax
@@ -275,7 +275,7 @@ def read_overwritten(folder, name, offset, written):
 TWO = np.ones(2, np.float32)
 
 
-@refused(
+test_refused = refused(
     (lambda d, damage: read_with(d, damage=damage), [
         (damage, "model.gguf") for damage in (
             lambda content: content[: len(content) * 9 // 10], lambda content: content[: len(content) // 20],
@@ -299,8 +299,6 @@ TWO = np.ones(2, np.float32)
         ({"llama__attention__head_count_kv": [2, 4]}, "differs between layers")]),
     (lambda d: load_tokenizer(tokenizer_file(d / "model.gguf", pre="tekken")), "'tekken'"),
 )  # fmt: skip
-def test_refused(call, arguments, words, error, tmp_path):
-    assert_refused(call, tmp_path, arguments, words, error)
 
 
 # Tokenizers. GPT-2's 256 bytes come first, so that "!" is 0 and a space 220, then merges and other tokens.
@@ -321,25 +319,22 @@ def tokenizer_file(path, **metadata):
     return path
 
 
-@pytest.mark.parametrize(
-    ("split", "text", "words"),
-    [
-        # The ids of llama.cpp.
-        ("gpt-2", " !", ["\u0120!"]),
-        ("default", " !", [" ", "!"]),
-        (None, " !", [" ", "!"]),
-        ("gpt-2", "1234", ["12", "34"]),
-        ("default", "1234", ["123", "4"]),
-        ("llama-bpe", "1234", ["123", "4"]),
-        ("qwen2", "1234", ["1", "2", "3", "4"]),
-        ("smollm", "ab12", ["ab", "1", "2"]),
-        ("llama-bpe", "zZZ1234", ["zZ", "Z", "123", "4"]),
-        ("gpt-4o", "zZZ1234", ["z", "Z", "Z", "123", "4"]),
-        *((split, "ab<think>!", ["ab", "<think>", "!"]) for split in ("gpt-2", "llama-bpe", "qwen2")),
-        ("gpt-2", "!   !", ["!", "   ", "!"]),
-        ("gpt-2", "<|endoftext|>", list("<|endoftext|>")),  # text that mentions it
-    ],
-)
+@pytest.mark.parametrize(("split", "text", "words"), [
+    # The ids of llama.cpp.
+    ("gpt-2", " !", ["\u0120!"]),
+    ("default", " !", [" ", "!"]),
+    (None, " !", [" ", "!"]),
+    ("gpt-2", "1234", ["12", "34"]),
+    ("default", "1234", ["123", "4"]),
+    ("llama-bpe", "1234", ["123", "4"]),
+    ("qwen2", "1234", ["1", "2", "3", "4"]),
+    ("smollm", "ab12", ["ab", "1", "2"]),
+    ("llama-bpe", "zZZ1234", ["zZ", "Z", "123", "4"]),
+    ("gpt-4o", "zZZ1234", ["z", "Z", "Z", "123", "4"]),
+    *((split, "ab<think>!", ["ab", "<think>", "!"]) for split in ("gpt-2", "llama-bpe", "qwen2")),
+    ("gpt-2", "!   !", ["!", "   ", "!"]),
+    ("gpt-2", "<|endoftext|>", list("<|endoftext|>")),  # text that mentions it
+])  # fmt: skip
 def test_text_is_cut_as_llama_cpp_cuts_it(split, text, words, tmp_path):
     tokenizer = load_tokenizer(tokenizer_file(tmp_path / "model.gguf", pre=split))
     ids = tokenizer.encode_batch([text])[0].tolist()
@@ -347,18 +342,15 @@ def test_text_is_cut_as_llama_cpp_cuts_it(split, text, words, tmp_path):
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize(
-    ("metadata", "begins"),
-    [
-        ({"pre": "llama-bpe"}, True),
-        ({"pre": "llama3"}, True),
-        ({"pre": "llama3", "add_bos_token": 0}, False),
-        ({"pre": "qwen2"}, False),
-        ({}, False),
-        ({"pre": "smollm", "add_bos_token": 1}, True),
-        ({"model": "llama"}, True),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "begins"), [
+    ({"pre": "llama-bpe"}, True),
+    ({"pre": "llama3"}, True),
+    ({"pre": "llama3", "add_bos_token": 0}, False),
+    ({"pre": "qwen2"}, False),
+    ({}, False),
+    ({"pre": "smollm", "add_bos_token": 1}, True),
+    ({"model": "llama"}, True),
+])  # fmt: skip
 def test_texts_begin_with_bos_as_in_llama_cpp(metadata, begins, tmp_path):
     assert begins_with_bos(tokenizer_file(tmp_path / "model.gguf", **metadata)) == begins
 
@@ -389,8 +381,6 @@ def test_a_sentencepiece_model_in_a_file_is_that_model(tmp_path):
     with pytest.raises(UserError, match="no whole tokenizer"):
         load_tokenizer(wrong)
 
-
-# Chats.
 
 TEMPLATE = """{% for m in messages %}
 {% if m.role != "user" %}{{ raise_exception("no " + m.role) }}{% endif %}

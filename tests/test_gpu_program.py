@@ -46,17 +46,14 @@ def test_a_step_never_has_all_logits():
     assert all("xbf16>" in line.rpartition("->")[2] for line in products)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "asked", "expected"),
-    [
-        ("gpu", "bfloat16", "auto", "bfloat16"),
-        ("tpu", "bfloat16", "auto", "bfloat16"),
-        ("cpu", "bfloat16", "auto", None),
-        ("gpu", "float32", "auto", None),
-        ("gpu", "bfloat16", "float32", None),
-        ("cpu", "float32", "bfloat16", "bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "dtype", "asked", "expected"), [
+    ("gpu", "bfloat16", "auto", "bfloat16"),
+    ("tpu", "bfloat16", "auto", "bfloat16"),
+    ("cpu", "bfloat16", "auto", None),
+    ("gpu", "float32", "auto", None),
+    ("gpu", "bfloat16", "float32", None),
+    ("cpu", "float32", "bfloat16", "bfloat16"),
+])  # fmt: skip
 def test_the_dtype_of_logits_is_chosen_by_platform(backend, dtype, asked, expected, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     config = replace(CONFIG, {"model.dtype": dtype, "train.logits_dtype": asked})

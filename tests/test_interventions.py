@@ -100,15 +100,6 @@ def test_intervened_logits_and_taps_equal_the_oracle(name):
                     np.testing.assert_allclose(tap, seen[field], rtol=1e-4, atol=1e-4, err_msg=f"{changed}: {field}")
 
 
-def test_a_sweep_over_heads_is_one_program():
-    model, params = Transformer(GROUPED), stacked_params(GROUPED)
-    run = jax.jit(lambda scale: model.apply({"params": params}, TOKENS, interventions=Interventions(scale))[0])
-    scales = 1.0 - jnp.eye(L * N).reshape(L * N, L, N)
-    loop = [run(scale) for scale in scales]
-    assert run._cache_size() == 1
-    np.testing.assert_allclose(jax.jit(lambda scales: jax.lax.map(run, scales))(scales), loop, rtol=1e-5, atol=1e-5)
-
-
 # Forced patterns, and activations of another run.
 
 
@@ -127,16 +118,6 @@ def test_taps_show_forced_patterns_in_chosen_heads_only():
         np.testing.assert_array_equal(taps.attention_weights[1, :, 2], expected[1, :, 2])
     with pytest.raises(ValueError, match="'diagonal'"):
         attention_pattern("diagonal", T)
-
-
-def test_patched_activations_are_those_of_another_run():
-    params, other = stacked_params(GPT2), (TOKENS + 3) % 11
-    logits, taps = apply(GPT2, params, None, other)
-    patch = Interventions(residual=taps.residual, residual_share=jnp.array([1.0, 0.0]))
-    np.testing.assert_array_equal(apply(GPT2, params, patch)[0], logits)  # what follows sees nothing else
-    plain, taps = apply(GPT2, params)
-    own = Interventions(forced_weights=taps.attention_weights, forced_share=jnp.ones((L, 1)))
-    np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", quick_and_slow([GPT2, BACKCOPY], [BACKCOPY]), ids=["scanned", "unrolled"])
@@ -176,9 +157,6 @@ def test_gradients_are_the_differences_of_the_float64_model():
         assert_slope(partial(float64_loss, field), value, slopes[field], 1e-4, field)
 
 
-# What is computed, and what is refused.
-
-
 def test_only_forced_weights_need_the_matrix_of_weights():
     size = SCANNED | {"d_model": 32, "max_length": 64}
     config = gpt2("tiny", **size, dtype="bfloat16", attention_implementation="cudnn")
@@ -203,9 +181,6 @@ REFUSED |= {"residual": (L, B, T, D + 1), "residual_share": (), "mlp_output_shar
 def test_wrong_shapes_and_values_without_shares_are_refused(field):
     with pytest.raises(ValueError, match=rf"interventions\.{field}"):
         apply(GROUPED, stacked_params(GROUPED), Interventions(**{field: np.ones(REFUSED[field])}))
-
-
-# In measurements.
 
 
 def test_measure_takes_interventions_and_compiles_once():

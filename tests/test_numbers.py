@@ -368,9 +368,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
         assert re.search(rf"{words} +vanilla {vanilla}, cured {cured}\n", readme), words
     before, after = (each(f"quick/{name}", "perplexity") for name in ("vanilla", "cured"))  # seeds 20 to 24
     changes = after / before - 1
-    assert (
-        f"by {min(changes):.0%} to +{max(changes):.0%}, in the first from {before[0]:.1f} to {after[0]:.1f}" in readme
-    )
+    said = f"by {min(changes):.0%} to +{max(changes):.0%}, in the first from {before[0]:.1f} to {after[0]:.1f}"
+    assert said in readme
     sinks = each("quick/backcopy_softmax", "sink_attention_rest") > 0.5
     assert sinks.tolist() == ["without a sink in Bigram-Backcopy" not in readme, True, True, True, True]
     assert find("quick").seeds == (20,)

@@ -3,14 +3,15 @@
 import functools
 import typing
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
-from orthojax.optim import Rotation, in_rotated_basis, orthoadam, rotate, rotation, scale_by_orthoadam, unrotate
+from orthojax import optim
+from orthojax.optim import Rotation, describe, in_rotated_basis, orthoadam, rotate, scale_by_orthoadam, unrotate
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests wait for
 KINDS = ("hadamard", "haar")
@@ -108,9 +109,6 @@ def test_an_injected_schedule_starts_at_step_0():
         assert_same(got, jax.tree.map(lambda u, rate=rate: rate * u, want), atol=1e-5)
 
 
-# Wrappers: each against the plain optimizer.
-
-
 def labels(params):
     return jax.tree.map_with_path(lambda keys, _: "mlp" if keys[0].key == "mlp" else "rest", params)
 
@@ -160,29 +158,12 @@ def parts(kind):
     }
 
 
-@pytest.mark.parametrize("kind", typing.get_args(rotation.Kind))
+@pytest.mark.parametrize("kind", typing.get_args(optim.rotation.Kind))
 def test_no_two_leaves_of_a_fresh_state_share_a_buffer(kind):
     """Such a buffer could not be donated; on several devices XLA ends the process."""
     for name, optimizer in parts(kind).items():
         leaves = [leaf for leaf in jax.tree.leaves(optimizer.init(mixed())) if leaf.size]
         assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves), name
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_state_of_eager_init_is_donated(devices):
-    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    for optimizer in (parts("hadamard")["parts"], orthoadam(0.1, rotation=Rotation("haar", axes="output"))):
-        params = mixed()
-        params, state = jax.device_put((params, optimizer.init(params)), everywhere)
-        step = jax.jit(functools.partial(one_step, optimizer), donate_argnums=2, compiler_options=QUICK)
-        for _ in range(2):
-            held = jax.tree.leaves(state)
-            params, state = step(params, mixed(5), state)
-        assert all(leaf.is_deleted() for leaf in held if leaf.ndim)
-
-
-# Odd trees.
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,27 +194,45 @@ def test_init_has_a_shape_and_vmaps(kind):
         assert_same(jax.tree.map(lambda x, i=i: x[i], together), alone, atol=1e-4)
 
 
-# Checkpoints.
+X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 4)), jnp.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
-    optimizer = optax.named_chain(
-        ("clip", optax.clip_by_global_norm(1.0)),
-        ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind, axes="output"))),
-        ("learning_rate", optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 10))),
-    )
-    without = lambda tree: {k: v for k, v in tree.items() if k not in ("empty", "none")}  # noqa: E731
-    params = without(mixed())  # Orbax stores no empty array
-    state = optimizer.init(params)
-    for i in range(3):
-        params, state = one_step(optimizer, params, without(mixed(i)), state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "at", (params, state))
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "at", (params, jax.eval_shape(optimizer.init, params)))
-        plain = checkpointer.restore(tmp_path / "at")[1]["orthoadam"]  # as a foreign reader finds it
-    assert_same(restored, (params, state))
-    assert set(plain["inner"]) == {"count", "mu", "nu"}
-    np.testing.assert_array_equal(plain["inner"]["mu"]["mlp"]["kernel"], state["orthoadam"].inner.mu["mlp"]["kernel"])
-    assert bool(plain.get("basis")) == (kind == "haar")
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        y = nn.Dense(8, kernel_init=boxed)(nn.LayerNorm()(x))
+        return x + nn.Dense(4, use_bias=False)(nn.gelu(y)), None
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        options = {"split_rngs": {"params": True}, "metadata_params": {nn.PARTITION_NAME: None}}
+        layers = nn.scan(LinenBlock, variable_axes={"params": 0}, length=3, **options)
+        return nn.Dense(1, name="head")(layers(name="layers")(x, None)[0])
+
+
+@pytest.mark.parametrize("kind", ["hadamard", pytest.param("haar", marks=pytest.mark.slow)])
+def test_boxes_of_scanned_layers_are_rotated_and_train(kind):
+    model, rotation = LinenModel(), Rotation(kind, "output")
+    params = jax.jit(model.init)(jax.random.key(0), X)
+    assert isinstance(params["params"]["layers"]["Dense_0"]["kernel"], nn.Partitioned)
+    rotated = {path: what for path, what in describe(rotation, params).items() if not what.startswith("left alone")}
+    widths = {"Dense_0": 8, "Dense_1": 4}
+    assert rotated == {f"layers/{name}/kernel": f"axes (2,): {kind} {n}, 3 layers" for name, n in widths.items()}
+    optimizer, target = orthoadam(0.03, weight_decay=1e-3, rotation=rotation), jnp.sin(X[:, :1] + 2 * X[:, 1:2])
+
+    @jax.jit
+    def step(params, state):
+        loss = lambda p: jnp.mean((model.apply(nn.unbox(p), X) - target) ** 2)  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    carry, losses = (params, optimizer.init(params)), []
+    for _ in range(8):
+        new, loss = step(*carry)
+        assert jax.tree.structure(new) == jax.tree.structure(carry)
+        carry, losses = new, [*losses, float(loss)]
+    assert losses[-1] < 0.8 * losses[0], losses

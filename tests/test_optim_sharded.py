@@ -19,7 +19,6 @@ from orthojax.optim import Rotation, in_rotated_basis, layout_of, orthoadam, rot
 P = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 slow = pytest.mark.slow
-both_kinds_of_mesh = pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=slow)])
 OUTPUT = Rotation(axes="output", embeddings="")
 NAMES = ("data", "fsdp", "tensor")
 
@@ -213,19 +212,6 @@ def test_zero1_splits_moments_over_data(kind, mesh_kind, x64):
     assert local == {path: size for path, (_, _, _, size) in arrays.items()}
     # What a device holds of each updated parameter: all of it, or its fsdp half.
     assert collectives(hlo) == [("all-gather", 8 * n) for n in (16, 64, 4 * 16 * 24)]
-
-
-@both_kinds_of_mesh
-def test_other_inner_transformations_over_a_mesh(mesh_kind, x64):
-    mesh = make_mesh((1, 4, 2), mesh_kind)
-    trees, shardings = problem(mesh, {"w/kernel": ((4, 16, 24), P(None, "tensor", "fsdp"))})
-    adamw = optax.adamw(1e-2)  # reads the rotated parameters
-    want, _, _ = run(in_rotated_basis(adamw, Rotation("haar", axes="output")), trees)
-    ours = in_rotated_basis(adamw, Rotation("haar", layout=where_needed(shardings, mesh_kind), axes="output"))
-    with jax.set_mesh(mesh):
-        got, _, hlo = run(ours, trees, shardings, out_shardings=False)
-    assert_close(got, want, 1e-10)
-    assert {kind for kind, _ in collectives(hlo)} == {"all-to-all"}
 
 
 @slow

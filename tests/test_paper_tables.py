@@ -1,6 +1,9 @@
-"""Tables 1 to 9: the paper's own numbers, numbers that contradict a claim, and pairs before and after fine-tuning."""
+"""Tables 1 to 9: the paper's own numbers, what contradicts a claim, pairs of models; and configs/paper as it states."""
 
 import functools
+import re
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,13 +11,14 @@ import pytest
 from orthojax import load
 from orthojax.config import Config, replace
 from orthojax.errors import UserError
-from orthojax.experiments.base import LANGUAGE_MODEL
+from orthojax.experiments.base import LANGUAGE_MODEL, config
 from orthojax.experiments.claims import judge
 from orthojax.experiments.from_attention import models as paper
 from orthojax.experiments.from_attention import tables
 from orthojax.experiments.running import run_study
 from orthojax.experiments.study import Given, results_of
-from orthojax.train import evaluate, open_inputs, train
+from orthojax.model import parameter_count
+from orthojax.train import evaluate, model_flops_per_token, open_inputs, train
 
 LOST = ("int8_coarse", "int8_moderate", "int8_fine", "int4_zeropoint")
 
@@ -90,19 +94,16 @@ def test_numbers_of_the_paper_give_its_verdicts(name):
     assert all(says.startswith(text) for says, text in zip(wrong, CONTRADICTED.get(name, []), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "change", "claim"),
-    [
-        ("table1", "gpt2_60m_cured", {"perplexity_int4_zeropoint": 70.0}, "They do not break"),
-        ("table2", "gpt2_60m_softmax1", {"kurtosis_rest": 20.0}, "Softmax-1 alone leaves the outliers"),
-        ("table2", "gpt2_60m_orthoadam", {"kurtosis_first": 100.0}, "OrthoAdam alone does not remove"),
-        ("table3", "gpt2_350m_cured", {"perplexity_int8_moderate": 20.5}, "int8_moderate"),
-        ("table5", "adam_rmsnorm_learned_softmax1", {"kurtosis_pooled": 160.0}, "RMSNorm with a"),
-        ("table5", "adam_layernorm_none_softmax", {"first_attention_mass": 0.2}, "Without positions"),
-        ("table6", "gpt2_60m_1024_cured", {"perplexity": 32.6}, "Longer sequences cost"),
-        ("table8", "gpt2_350m_vanilla", {"kurtosis_first": 500.0}, "Wider models have larger kurtosis"),
-    ],
-)
+@pytest.mark.parametrize(("name", "variant", "change", "claim"), [
+    ("table1", "gpt2_60m_cured", {"perplexity_int4_zeropoint": 70.0}, "They do not break"),
+    ("table2", "gpt2_60m_softmax1", {"kurtosis_rest": 20.0}, "Softmax-1 alone leaves the outliers"),
+    ("table2", "gpt2_60m_orthoadam", {"kurtosis_first": 100.0}, "OrthoAdam alone does not remove"),
+    ("table3", "gpt2_350m_cured", {"perplexity_int8_moderate": 20.5}, "int8_moderate"),
+    ("table5", "adam_rmsnorm_learned_softmax1", {"kurtosis_pooled": 160.0}, "RMSNorm with a"),
+    ("table5", "adam_layernorm_none_softmax", {"first_attention_mass": 0.2}, "Without positions"),
+    ("table6", "gpt2_60m_1024_cured", {"perplexity": 32.6}, "Longer sequences cost"),
+    ("table8", "gpt2_350m_vanilla", {"kurtosis_first": 500.0}, "Wider models have larger kurtosis"),
+])  # fmt: skip
 def test_a_contradicting_number_changes_the_verdict(name, variant, change, claim):
     study, metrics = PAPER[name]
     changed = judged(study, lambda v: (metrics(v) or {}) | (change if v == variant else {}) or None)
@@ -112,14 +113,11 @@ def test_a_contradicting_number_changes_the_verdict(name, variant, change, claim
     assert len(different) <= 2  # a claim may have a sharper form, and one of all models follows that of one
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict", "counted"),
-    [
-        ({}, "holds", 2),  # the paper's SGD without momentum is 25% above Adam, so it says nothing
-        ({"sgd": {"perplexity": 27.0, "kurtosis_pooled": 60.0}}, "does not hold", 3),
-        ({name: {"perplexity": 40.0} for name in ("rmsprop", "sgd_momentum", "sgd")}, "not testable", 0),
-    ],
-)
+@pytest.mark.parametrize(("changes", "verdict", "counted"), [
+    ({}, "holds", 2),  # the paper's SGD without momentum is 25% above Adam, so it says nothing
+    ({"sgd": {"perplexity": 27.0, "kurtosis_pooled": 60.0}}, "does not hold", 3),
+    ({name: {"perplexity": 40.0} for name in ("rmsprop", "sgd_momentum", "sgd")}, "not testable", 0),
+])  # fmt: skip
 def test_optimizers_are_judged_if_they_learned_as_adam(changes, verdict, counted):
     def metrics(name):
         return of_table_5(name) | changes.get(name.removesuffix("_rmsnorm_single_learned_softmax1"), {})
@@ -140,19 +138,16 @@ def test_what_costs_neither_model_anything_is_not_testable(of_cured, verdict):
 CHANCE = {"first_attention_fraction": (0.03, 0.03)}  # which gives 0.024
 
 
-@pytest.mark.parametrize(
-    ("claim", "metric", "others", "of_method", "verdict"),
-    [
-        ("(Ours) No method", "perplexity_int8_coarse", 20.02, {"vanilla": (20.2, 20.2)}, "holds"),
-        ("(Ours) No method", "perplexity_int8_coarse", 20.02, {"orthoadam": (20.24, 20.0)}, "holds"),
-        ("(Ours) No method", "perplexity_int8_coarse", 20.02, {"orthoadam": (20.24, 20.04)}, "does not hold"),
-        ("(Ours) No method", "perplexity_int8_coarse", 20.02, {}, "not testable"),
-        ("Both together leave no", "kurtosis_first", 3.0, {"vanilla": (20.0, 20.0)}, "holds"),
-        ("Both together leave no", "kurtosis_first", 3.0, {"vanilla": (20.0, 2.0)}, "not testable"),
-        ("OrthoAdam alone does not", "kurtosis_first", 20.0, {"orthoadam": (3.0, 3.0)}, "does not hold"),
-        ("OrthoAdam alone does not", "kurtosis_first", 20.0, {"orthoadam": (3.0, 3.0)} | CHANCE, "not testable"),
-    ],
-)
+@pytest.mark.parametrize(("claim", "metric", "others", "of_method", "verdict"), [
+    ("(Ours) No method", "perplexity_int8_coarse", 20.02, {"vanilla": (20.2, 20.2)}, "holds"),
+    ("(Ours) No method", "perplexity_int8_coarse", 20.02, {"orthoadam": (20.24, 20.0)}, "holds"),
+    ("(Ours) No method", "perplexity_int8_coarse", 20.02, {"orthoadam": (20.24, 20.04)}, "does not hold"),
+    ("(Ours) No method", "perplexity_int8_coarse", 20.02, {}, "not testable"),
+    ("Both together leave no", "kurtosis_first", 3.0, {"vanilla": (20.0, 20.0)}, "holds"),
+    ("Both together leave no", "kurtosis_first", 3.0, {"vanilla": (20.0, 2.0)}, "not testable"),
+    ("OrthoAdam alone does not", "kurtosis_first", 20.0, {"orthoadam": (3.0, 3.0)}, "does not hold"),
+    ("OrthoAdam alone does not", "kurtosis_first", 20.0, {"orthoadam": (3.0, 3.0)} | CHANCE, "not testable"),
+])  # fmt: skip
 def test_claims_of_every_seed_are_of_every_seed(claim, metric, others, of_method, verdict):
     def metrics(name, seed):
         value = of_method.get(name.rpartition("_")[2], (others, others))[seed]
@@ -193,8 +188,8 @@ def pair(tmp_path_factory):
     other = {"data.paths": (str(home / "answers.txt"),), "data.sequence_length": 12, "data.seed": 5}
     base = replace(LANGUAGE_MODEL, small)
     tuned = replace(base, other | {"train.init_from": str(home / "base"), "train.steps": 4, "train.seed": 5})
-    for name, config in (("base", base), ("tuned", tuned)):
-        train(config, open_inputs(config, home / "data"), home / name)
+    for name, of in (("base", base), ("tuned", tuned)):
+        train(of, open_inputs(of, home / "data"), home / name)
     return home
 
 
@@ -233,3 +228,80 @@ def test_pairs_are_testable_if_measured_on_same_text(tmp_path):
     same = Given(replace(Config(), {"data.seed": 3}), tmp_path)
     models = {"base": Given(Config(), tmp_path), "tuned": same, "alone": same}
     assert tables.on_the_text_of_its_base(models) == models
+
+
+FOLDER = Path(__file__).parent.parent / "configs/paper"
+NOTES = {path.stem: runpy.run_path(str(path))["__doc__"] for path in FOLDER.glob("*.py")}
+# Appendix A of the paper: parameters, steps, warm-up steps, billions of tokens.
+STATED = {
+    "gpt2_60m": (60e6, 160_000, 1_000, 21),
+    "gpt2_130m": (130e6, 320_000, 2_000, 42),
+    "gpt2_350m": (350e6, 960_000, 6_000, 126),
+    "gpt2_1_4b": (1.4e9, 600_000, 10_000, 79),
+    "llama2_130m": (130e6, 320_000, 2_000, 42),
+    "ablation_130m": (130e6, 40_000, 2_000, 5),
+    "ablation_130m_sgd": (130e6, 320_000, 2_000, 42),
+}
+
+
+def tokens_of(run):
+    return run.train.steps * run.train.batch_size * run.data.sequence_length
+
+
+@pytest.mark.parametrize("name", STATED | NOTES)
+def test_settings_are_those_that_the_paper_states(name):
+    run, (parameters, steps, warmup, billions) = config(f"paper/{name}"), STATED[name]
+    assert abs(parameter_count(run.model) / parameters - 1.0) < 0.1
+    assert (run.train.steps, run.optim.warmup_steps, run.train.batch_size) == (steps, warmup, 512)
+    assert round(tokens_of(run) / 1e9) == billions
+    assert (run.data.sequence_length, run.eval.sequences) == (256, 100_000)
+    assert run.optim.learning_rate == (0.2 if name.endswith("sgd") else 1e-3)
+    assert (run.model.norm, run.model.use_bias) == ("rmsnorm_single", False)
+    is_llama = name.startswith("llama2")
+    assert (run.data.bos, run.model.tie_embeddings) == (is_llama, not is_llama)
+    large = name in ("gpt2_350m", "gpt2_1_4b")  # their parameters are split
+    assert [run.mesh_sizes(n) for n in (8, 64, 256)] == [(1, n, 1) if large else (n, 1, 1) for n in (8, 64, 256)]
+
+
+def test_runs_of_tables_are_changes_of_these():
+    runs = paper.variants("paper", methods=("vanilla", "cured"))
+    for model in paper.MODELS:
+        assert runs[f"{model}_vanilla"] == config(f"paper/{model}")
+        cured = runs[f"{model}_cured"]
+        assert (cured.model.normalizer, cured.optim.optimizer) == ("softmax1", "orthoadam")
+    for scale in paper.SCALES:
+        assert all(of.data.sequence_length <= of.model.max_length for of in tables.TABLE6.runs_at(scale).values())
+
+
+def of_note(name):
+    """Flags of each run -> the numbers of the line below."""
+    runs = re.findall(r"^    (\(no flags\)|--config\.[^\n]*)\n      ([^\n]*)$", NOTES[name], re.MULTILINE)
+    return {flags: [float(number) for number in re.findall(r"\d[\d.]*(?= |$)", line)][:-1] for flags, line in runs}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_notes_show_flags_numbers_of_tables_and_hours(name):
+    shown = sorted(number for numbers in of_note(name).values() for number in numbers)
+    rows = {row: of | paper.TABLE_3.get(row, {}) for row, of in (paper.TABLE_2 | paper.TABLE_6).items()}
+    of_file = [printed for row, printed in rows.items() if row.startswith(name)]
+    if name.startswith("ablation"):
+        is_sgd = name.endswith("sgd")
+        of_file = [of for row, of in paper.TABLE_5.items() if row.startswith("sgd") == is_sgd]
+    assert shown == sorted(number for printed in of_file for number in printed.values())
+    for flags in of_note(name):
+        changes = dict(flag.removeprefix("--config.").split("=") for flag in flags.split() if flag[0] == "-")
+        run = replace(config(f"paper/{name}"), changes)
+        assert (run == config(f"paper/{name}")) == (not changes)
+        flops = tokens_of(run) * model_flops_per_token(run.model, run.data.sequence_length)
+        hours = flops / (0.35 * 989e12) / 3600  # at 35% of the peak of an H200
+        assert re.search(rf"{re.escape(flags)}\n.* \| {hours:.3g} h$", NOTES[name], re.MULTILINE)
+
+
+def test_rows_of_ablation_are_what_their_names_say():
+    runs = paper.ablation("paper")
+    assert list(runs) == list(paper.TABLE_5)
+    for name, run in runs.items():
+        optimizer = run.optim.optimizer + "_momentum" * bool(run.optim.momentum)
+        parts = (optimizer, run.model.norm, run.model.position, "biases" * run.model.use_bias, run.model.normalizer)
+        assert name == "_".join(filter(None, parts))
+    assert runs["sgd_momentum_rmsnorm_single_learned_softmax1"] == config("paper/ablation_130m_sgd")

@@ -18,9 +18,8 @@ from orthojax.model import Transformer, parameter_shapes, stack_layers, unstack_
 from orthojax.train import Checkpoints, load_params, read_config, train
 from orthojax.train.workdir import keep_tokenizer
 
-CONFIG = replace(
-    TINY, {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
-)
+CHANGES = {"model.num_layers": 2, "model.normalizer": "softmax", "optim.warmup_steps": 1, "train.steps": 2}
+CONFIG = replace(TINY, CHANGES)
 MODEL, TOKENS, INPUTS = CONFIG.model, rows(7)[:, :-1], inputs(tokenizer_sha256="abc")
 
 

@@ -28,12 +28,6 @@ def test_products_and_gradients_are_those_of_numpy(leading, contract):
     np.testing.assert_allclose(outer, expected, atol=1e-12)
 
 
-def test_sums_have_the_dtype_asked_for():
-    x, kernel = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
-    assert kernel_product(x, kernel).dtype == jnp.bfloat16
-    assert kernel_product(x, kernel, preferred_element_type=jnp.float32).dtype == jnp.float32
-
-
 def test_explicit_mesh_axes_keep_their_sharding():
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     x = jnp.arange(4 * 6 * 2, dtype=jnp.float32).reshape(4, 6, 2)

@@ -78,8 +78,6 @@ def test_empty_arrays_stay_empty(name):
     for shape, axes in (((3, 0), None), ((3, 0), 1), ((0,), 0)):
         x = jnp.zeros(shape)
         assert jax.eval_shape(lambda x, a=axes: SCHEMES[name][0](x, 4, a), x).shape == shape
-        q = jax.eval_shape(lambda x, a=axes: quantize.quantize(x, name, 4, a), x)
-        assert q.shape == jax.eval_shape(quantize.dequantize, q).shape == shape
 
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -90,14 +88,12 @@ LARGE = [(LARGEST, -LARGEST, 0.0, LARGEST / 3), (LARGEST, 0.0, 1.0, 2.0), (-LARG
 def test_the_largest_numbers_change_by_half_a_step(name):
     arrays = [jnp.array(values, jnp.float32) for values in LARGE]
     arrays += [jnp.array([65504.0, -65504.0, 1000.0, 0.0], jnp.float16)]
-    via_integers = jax.jit(lambda x, bits: quantize.dequantize(quantize.quantize(x, name, bits)), static_argnums=1)
     for x, bits in itertools.product(arrays, (2, 8)):
-        for function in (SCHEMES[name][0], via_integers):
-            y, exact = (np.asarray(a, np.float64) for a in (function(x, bits), x))
-            largest = np.abs(exact).max() / (2 ** (bits - 1) - 1)
-            step = largest if name == "absmax" else (exact.max() - exact.min()) / (2**bits - 1)
-            # A half-precision result is rounded once more.
-            assert (np.abs(y - exact) <= step / 2 * (1 + 1e-4) + float(jnp.finfo(x.dtype).eps) * np.abs(exact)).all()
+        y, exact = (np.asarray(a, np.float64) for a in (SCHEMES[name][0](x, bits), x))
+        largest = np.abs(exact).max() / (2 ** (bits - 1) - 1)
+        step = largest if name == "absmax" else (exact.max() - exact.min()) / (2**bits - 1)
+        # A half-precision result is rounded once more.
+        assert (np.abs(y - exact) <= step / 2 * (1 + 1e-4) + float(jnp.finfo(x.dtype).eps) * np.abs(exact)).all()
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -20,15 +20,12 @@ def test_dynamic_frequencies_grow_with_the_length():
             np.testing.assert_allclose(ops.dynamic_frequencies(8, 100.0, 4.0, 16, length), plain(8, base), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("width", "theta", "factor", "length", "slow", "fast"),
-    [
-        (64, 10_000.0, 40.0, 4096, 1.0, 32.0),  # DeepSeek-V2
-        (128, 1e6, 4.0, 32_768, 1.0, 32.0),  # Qwen 2.5
-        (8, 100.0, 4.0, 64, 1.0, 4.0),
-        (8, 100.0, 4.0, 2, 1.0, 32.0),  # no pair makes a whole turn: both bounds are the first pair
-    ],
-)
+@pytest.mark.parametrize(("width", "theta", "factor", "length", "slow", "fast"), [
+    (64, 10_000.0, 40.0, 4096, 1.0, 32.0),  # DeepSeek-V2
+    (128, 1e6, 4.0, 32_768, 1.0, 32.0),  # Qwen 2.5
+    (8, 100.0, 4.0, 64, 1.0, 4.0),
+    (8, 100.0, 4.0, 2, 1.0, 32.0),  # no pair makes a whole turn: both bounds are the first pair
+])  # fmt: skip
 def test_yarn_lowers_frequencies_of_few_turns(width, theta, factor, length, slow, fast):
     with jax.enable_x64(True):
         got = np.asarray(ops.yarn_frequencies(width, theta, factor, length, slow, fast))
@@ -89,9 +86,8 @@ def turned(x, positions, frequencies):
 def test_pairs_of_channels_rotate(shape, theta, x64):
     x, positions = np.random.default_rng(0).normal(size=shape), np.array([0, 1, 5, 2, 1000, 7])
     expected = turned(x, positions, plain(shape[-1], theta))
-    np.testing.assert_allclose(
-        ops.rotary(jnp.asarray(x), jnp.asarray(positions), theta), expected, rtol=1e-10, atol=1e-12
-    )
+    found = ops.rotary(jnp.asarray(x), jnp.asarray(positions), theta)
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_scale_multiplies_rotated_channels_only(x64):

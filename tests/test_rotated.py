@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import assert_refused, refused
+from refusals import refused
 from tiny_run import drawn_params
 
 from orthojax import quant
 from orthojax.model import Transformer, gpt2, llama2
-from orthojax.ops.quantize import Quantized
 
 SIZES = {"d_model": 48, "num_layers": 2, "num_heads": 4, "d_mlp": 40, "vocab_size": 32, "max_length": 8}
 LLAMA = llama2("tiny", **SIZES, num_kv_heads=2)
@@ -121,20 +120,11 @@ def test_what_is_massive_in_the_prefix_does_not_reach_the_rounding():
     assert 0 < np.abs(found - exact).mean() < 0.2 * np.abs(together - exact).mean()
 
 
-def rotate_integers(_):
-    stored = quant.integer_params(drawn(LLAMA), quant.INT8_MODERATE)
-    assert isinstance(stored["layers"]["mlp"]["output"]["kernel"], Quantized)
-    quant.rotate_after_training(stored, LLAMA)
-
-
-@refused(
+test_refused = refused(
     (lambda _, changes: quant.rotate_after_training({}, dataclasses.replace(LLAMA, **changes)), [
         ({"norm": "layernorm"}, "norm='layernorm'"), ({"block": "output_norm"}, "block='output_norm'"),
         ({"embedding_projection": True}, "embedding_projection")]),
-    (rotate_integers, "kernels of integers"),
     (lambda _, prefix: quant.prefix_cache(Transformer(CONFIG), PARAMS, np.array(prefix), 3, 9), [
         *((prefix, "a prefix of shape") for prefix in ([], [[1, 2]])),
         *((prefix, "prefix: token ids") for prefix in ([99], [-1], [1.5], [True]))]),
 )  # fmt: skip
-def test_refused(call, arguments, words, error, tmp_path):
-    assert_refused(call, tmp_path, arguments, words, error)

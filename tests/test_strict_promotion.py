@@ -41,18 +41,9 @@ def of_weights(q, k, v, bias):
 
 def linear(setting):
     def function(x, kernel, bias):
-        simulated = quant.quantized_linear(setting)(x, kernel, bias, "mlp")
-        if setting.inputs == "feature" or setting.group_size:
-            return simulated
-        stored = quant.integer_params({"kernel": kernel}, setting)["kernel"]
-        return simulated, quant.integer_linear(setting)(x, stored, bias, "mlp")
+        return quant.quantized_linear(setting)(x, kernel, bias, "mlp")
 
     return function, HIDDEN, (D, 6), (6,)
-
-
-def scheme(x):
-    integers = [quantize.dequantize(quantize.quantize(x, name, 8)) for name in ("absmax", "zeropoint")]
-    return quantize.absmax(x), quantize.zeropoint(x), integers
 
 
 CASES = {f"attention: {name}, {how}": attend(name, how) for name in NORMALIZERS for how in ("xla", "xla_chunked")}
@@ -88,7 +79,7 @@ CASES |= {
     "kurtosis": (ops.kurtosis, HIDDEN),
     "norm_ratio": (ops.norm_ratio, HIDDEN),
     "gu_sink_rate, any key": (lambda w: analysis.gu_sink_rate(w, any_key=True), WEIGHTS),
-    "schemes": (scheme, KERNEL),
+    "schemes": (lambda x: (quantize.absmax(x), quantize.zeropoint(x)), KERNEL),
     "quantize_params": (lambda x: quant.quantize_params({"kernel": x}, quant.INT4_ZEROPOINT, "kernel"), KERNEL),
     "apply_matrix": (lambda x, m: orthogonal.apply_matrix(x, m, 1), KERNEL, KERNEL),
 }  # fmt: skip

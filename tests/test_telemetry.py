@@ -99,9 +99,6 @@ def test_metrics_are_fetched_one_dispatch_late(tmp_path):
             assert set(fetched) == set(range(1, step, 2))
 
 
-# The probe.
-
-
 def test_the_probe_equals_the_evaluation_of_its_rows(run):
     lines = [line for line in read_metrics(run[0] / "metrics.jsonl") if "kurtosis_first" in line]
     assert [line["step"] for line in lines] == [3, 6]
@@ -155,9 +152,6 @@ def test_bigram_backcopy_is_probed_with_its_own_statistics(tmp_path):
     assert metrics.keys() >= {"sink_attention", "sink_logit_gap/layer_1", "value_norm_first", "residual_norm_rest"}
     for name, value in metrics.items():
         assert value == pytest.approx(expected[name], rel=1e-5), name
-
-
-# TensorBoard.
 
 
 def scalars(folder):
@@ -249,9 +243,6 @@ def test_a_mirror_without_its_package_is_refused(tmp_path, monkeypatch, name, pa
     assert f"orthojax[{name}]" in str(error.value)
 
 
-# No waiting.
-
-
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_loop_transfers_nothing_unasked(tmp_path, size):
     config = replace(CONFIG, {"train.checkpoint_every_steps": 3, "train.eval_every_steps": 3})
@@ -270,9 +261,6 @@ def test_the_loop_transfers_nothing_unasked(tmp_path, size):
 
         train(config, INPUTS, tmp_path, on_start=on_start, on_step=on_step)
     assert seen == list(range(1, 9))
-
-
-# Compiled programs.
 
 
 @pytest.fixture

@@ -59,12 +59,6 @@ def test_what_is_published_is_noted_for_the_command(script):
         assert script["folder"](study, scale).name == study.name == results.study.name
 
 
-def test_cells_of_reports_have_at_most_twelve_words(reports):
-    for folder, report in reports.items():
-        cells = [cell for table in report.tables for row in (table.columns, *table.rows) for cell in row]
-        assert [str(cell) for cell in cells if len(str(cell).split()) > 12] == [], folder
-
-
 def test_reports_of_committed_results_are_up_to_date(reports):
     different = [folder for folder, report in reports.items() if (folder / "report.md").read_text() != markdown(report)]
     assert different == []

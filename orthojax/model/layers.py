@@ -50,7 +50,7 @@ class Linear(nn.Module):
         """Maps [..., in] to [..., features] in `dtype`."""
         kernel: Any = self.get_variable("params", "kernel")
         bias = None
-        if isinstance(kernel, jax.Array | np.ndarray | None):  # others, as `Quantized`, are for the function to read
+        if isinstance(kernel, jax.Array | np.ndarray | None):  # others, as `Switched`, are for the function to read
             shape = (x.shape[-1], self.features)
             kernel = self.param("kernel", self.kernel_init, shape, jnp.float32).astype(self.dtype)
         if self.use_bias:

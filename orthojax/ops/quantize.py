@@ -1,13 +1,12 @@
-"""Quantisation to integers or narrow floats: simulated in floats (fake quantisation), or as the integers themselves.
+"""Quantisation to integers or narrow floats, simulated in floats (fake quantisation).
 
 Simulation is x -> round(x / step) * step, quantising and dequantising in one. `axes` says which elements share one
 step. Nothing here has a useful gradient (rounding is flat).
 """
 
-import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +16,14 @@ from jax.typing import ArrayLike
 from orthojax.ops.statistics import at_least_float32, axes_of, real_array, shrink
 
 Axes = int | Sequence[int] | None
-Scheme = Literal["absmax", "zeropoint"]
 
 # Bits of the mantissa, the lowest exponent and the largest number; E4M3 is E4M3FN, which has no infinity.
 _E4M3, _E5M2, _E2M1 = (3, -6, 448.0), (2, -14, 57344.0), (1, 0, 6.0)
 
 
-def _require_bits(bits: int, most: int) -> None:
-    if not isinstance(bits, numbers.Integral) or not 2 <= bits <= most:
-        problem = "cannot be simulated" if most > 8 else "does not fit into int8"
-        raise ValueError(f"bits={bits!r} {problem}; allowed: 2 to {most}, whole")
+def _require_bits(bits: int) -> None:
+    if not isinstance(bits, numbers.Integral) or not 2 <= bits <= 16:
+        raise ValueError(f"bits={bits!r} cannot be simulated; allowed: 2 to 16, whole")
 
 
 def _wide(x: ArrayLike) -> jax.Array:
@@ -63,7 +60,7 @@ def absmax(x: ArrayLike, bits: int = 8, axes: Axes = None) -> jax.Array:
     >>> absmax(jnp.array([-127.0, 0.0, 0.6, 63.4])).tolist()
     [-127.0, 0.0, 1.0, 63.0]
     """
-    _require_bits(bits, 16)
+    _require_bits(bits)
     wide, largest = _wide(x), 2 ** (bits - 1) - 1
     integers, peak, zero = _absmax_integers(wide, bits, axes)
     # (integer / largest) * peak, not integer * (peak / largest): the peak comes back exactly, and with it the step.
@@ -90,9 +87,9 @@ def zeropoint(x: ArrayLike, bits: int = 4, axes: Axes = None) -> jax.Array:
     >>> zeropoint(jnp.array([-1.0, 0.0, 2.0]), bits=2).tolist()
     [-1.0, 0.0, 2.0]
     """
-    _require_bits(bits, 16)
+    _require_bits(bits)
     wide, dtype = _wide(x), jnp.asarray(x).dtype
-    integers, _, step, constant = _zeropoint_integers(wide, bits, axes)
+    integers, step, constant = _zeropoint_integers(wide, bits, axes)
     values = jnp.where(jnp.isfinite(step), _within(integers * step, dtype), jnp.nan)
     return jnp.where(constant, wide, values).astype(dtype)
 
@@ -309,8 +306,8 @@ def _absmax_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array,
     return jnp.round(wide * factor / jnp.where(zero, 1.0, peak * factor) * (2 ** (bits - 1) - 1)), peak, zero
 
 
-def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns integers as floats, the smallest that a slice may have, its step, and a mask of constant slices."""
+def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns integers as floats, the step of every slice, and a mask of constant slices."""
     levels = 2**bits - 1
     low = jnp.min(wide, axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=jnp.inf)
     high = jnp.max(wide, axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=-jnp.inf)
@@ -321,90 +318,4 @@ def _zeropoint_integers(wide: jax.Array, bits: int, axes: Axes) -> tuple[jax.Arr
     bottom = jnp.round(low * factor / safe)
     integers = jnp.clip(jnp.round(wide * factor / safe), bottom, bottom + levels)
     # high / step and low / step are `levels` apart; if both are ties, rounding could lose the top level.
-    return jnp.where(wide == high, bottom + levels, integers), bottom, safe / factor, constant
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """An array as integers: its values are (qvalue + zero_point) * scale, as `dequantize` computes them.
-
-    The zero point is the z of `zeropoint` plus 2^(bits-1), by which signed integers differ from unsigned ones; it is
-    added here, while other libraries subtract it.
-    """
-
-    qvalue: jax.Array  # int8, with the shape of the array
-    scale: jax.Array  # floating; every axis has length 1 or the array's length
-    zero_point: jax.Array | None = (
-        None  # whole numbers as floats, shaped like `scale`; None if 0 is stored as 0 (absmax)
-    )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.qvalue.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the values."""
-        return self.scale.dtype
-
-    def reshape(self, *shape: Any) -> jax.Array:
-        """Returns the values in another shape: code that reads a kernel as an array may be given a quantised one."""
-        return dequantize(self).reshape(*shape)
-
-
-def quantize(x: ArrayLike, scheme: Scheme, bits: int, axes: Axes = None) -> Quantized:
-    """Rounds as `absmax` or `zeropoint`, to 8-bit integers and scales.
-
-    `dequantize` of the result is `absmax(x, bits, axes)` or `zeropoint(x, bits, axes)`, up to the rounding of floats;
-    the scale of a slice with a non-finite value is nan.
-
-    Args:
-      x: Floating values.
-      scheme: `absmax`: integers within -(2^(bits-1) - 1) .. 2^(bits-1) - 1; `zeropoint`: all 2^bits of that width.
-      bits: Width of the integers, 2 to 8.
-      axes: The axes that share one scale; None: all of them.
-
-    Returns:
-      Integers shaped as `x`; scales, and zero points of `zeropoint`, with length 1 along `axes`, in at least float32.
-
-    >>> import jax.numpy as jnp
-    >>> q = quantize(jnp.array([-127.0, 0.0, 0.6, 63.4]), "absmax", 8)
-    >>> q.qvalue.tolist(), q.scale.tolist(), q.zero_point
-    ([-127, 0, 1, 63], [1.0], None)
-    >>> q = quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)
-    >>> q.qvalue.tolist(), q.zero_point.tolist()
-    ([-8, -5, 7], [18.0])
-    """
-    _require_bits(bits, 8)
-    if not isinstance(scheme, str) or scheme not in get_args(Scheme):
-        raise ValueError(f"unknown scheme {scheme!r}; allowed: {', '.join(map(repr, get_args(Scheme)))}")
-    wide = _wide(x)
-    if scheme == "absmax":
-        integers, peak, _ = _absmax_integers(wide, bits, axes)
-        finite, zero_point = jnp.isfinite(peak), None
-        step = peak / (2 ** (bits - 1) - 1)
-    else:
-        half = 2 ** (bits - 1)
-        integers, bottom, step, constant = _zeropoint_integers(wide, bits, axes)
-        low = jnp.min(wide, axis=axes_of(axes, wide.ndim, "axes"), keepdims=True, initial=jnp.inf)
-        finite = jnp.isfinite(low) & jnp.isfinite(step)
-        # A constant slice is 1 times its value: integer -half, and integer + zero_point = 1.
-        step = jnp.where(constant, low, step)
-        zero_point = jnp.where(constant, 1.0, bottom) + half
-        integers = jnp.where(constant, -half, integers - zero_point)
-    integers = jnp.where(finite, integers, 0.0).astype(jnp.int8)
-    return Quantized(integers, jnp.where(finite, step, jnp.nan), zero_point)
-
-
-def dequantize(x: Quantized) -> jax.Array:
-    """Computes the values (qvalue + zero_point) * scale in the dtype of the scales, with the shape of the array.
-
-    >>> import jax.numpy as jnp
-    >>> dequantize(quantize(jnp.array([10.0, 13.2, 25.0]), "zeropoint", 4)).round(4).tolist()
-    [10.0, 13.0, 25.0]
-    """
-    values = x.qvalue.astype(x.scale.dtype)
-    values = values if x.zero_point is None else values + x.zero_point
-    return _within(values * x.scale, x.scale.dtype)
+    return jnp.where(wide == high, bottom + levels, integers), safe / factor, constant

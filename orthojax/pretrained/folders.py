@@ -23,7 +23,6 @@ from orthojax.data.tokenizers import HuggingFaceTokenizer, begins_with_bos, bos_
 from orthojax.errors import UserError, nearest, needing
 from orthojax.files import make_folder, read_json, require_file, write_atomically, write_text
 from orthojax.model import parameter_shapes
-from orthojax.ops.quantize import Quantized
 from orthojax.pretrained.configs import read_foreign_config, write_config
 from orthojax.pretrained.export import CODE, OWN, code_fields, family_of
 from orthojax.pretrained.families import FAMILIES, HEADS, SAME, TRANSPOSED, Family, Weight, foreign_names
@@ -307,11 +306,8 @@ def own_rows(config: ModelConfig, is_old: bool = False) -> Rows:
 
 
 def _flat(params: Any) -> dict[str, Any]:
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
-    if any(isinstance(leaf, Quantized) for leaf in leaves.values()):
-        raise UserError("the parameters are integers with their steps", allowed="those of a checkpoint in float")
-    return leaves
+    found = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
 # Export.

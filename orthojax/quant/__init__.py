@@ -1,18 +1,15 @@
 """Post-training quantisation of linear layers (From Attention to Activation, arXiv 2410.17174).
 
-`settings` says what is rounded; `linear` simulates it in floats, and computes it on integers if possible.
+`settings` says what is rounded; `linear` simulates it in floats.
 `divergence` says what it costs, `propagation` where the error comes from, `rescue` which layers to keep in float,
 `rotated` makes a trained model easier to round.
 """
 
 from orthojax.quant.divergence import Divergence as Divergence
 from orthojax.quant.divergence import divergence as divergence
-from orthojax.quant.linear import integer_linear as integer_linear
-from orthojax.quant.linear import integer_params as integer_params
 from orthojax.quant.linear import prefix_cache as prefix_cache
 from orthojax.quant.linear import quantize_params as quantize_params
 from orthojax.quant.linear import quantized_linear as quantized_linear
-from orthojax.quant.linear import require_integers as require_integers
 from orthojax.quant.linear import rounded_cache as rounded_cache
 from orthojax.quant.linear import rounded_model as rounded_model
 from orthojax.quant.propagation import LinearError as LinearError

@@ -1,4 +1,4 @@
-"""Post-training quantisation, simulated in floats or on integers: linear layers, and trees of parameters for them.
+"""Post-training quantisation, simulated in floats: linear layers, and trees of parameters for them.
 
 Linear layers are rounded, and in a `rounded_model` keys and values if the setting says so; embeddings, norms and
 softmax stay float, and by default so does the output head. `quantized_linear(setting, include="")` rounds the head as
@@ -19,9 +19,9 @@ from jax.typing import ArrayLike
 
 from orthojax.errors import UserError
 from orthojax.ops.products import is_head
-from orthojax.ops.quantize import FORMATS, Axes, Quantized, dequantize, quantize, zeropoint
+from orthojax.ops.quantize import FORMATS, Axes, zeropoint
 from orthojax.ops.statistics import at_least_float32
-from orthojax.quant.settings import ALL_BUT_HEAD, KERNELS_BUT_HEAD, QuantizationSetting, compile_pattern, map_kernels
+from orthojax.quant.settings import ALL_BUT_HEAD, QuantizationSetting, compile_pattern, map_kernels
 
 if TYPE_CHECKING:
     from orthojax.config import ModelConfig
@@ -196,88 +196,6 @@ def quantize_params(params: Any, setting: QuantizationSetting, include: str) -> 
     if any(part is not None for part in (setting.inputs, setting.outputs, setting.keys_and_values)):
         raise UserError(f"{setting} rounds activations, which parameters do not have", allowed="a weights-only setting")
     return map_kernels(params, include, lambda kernel, path: _fake_quantize_kernel(jnp.asarray(kernel), setting, path))
-
-
-def require_integers(setting: QuantizationSetting) -> None:
-    """Raises a UserError with the reason if a setting does not run on integers."""
-    if setting.inputs == "feature":
-        problem, hint = "a scale for each input feature has no integer product", "int8_fine_per_token runs on integers"
-        raise UserError(problem, allowed="inputs='token' or 'tensor', or None", hint=hint)
-    if FORMATS[setting.scheme].bits is not None:
-        raise UserError(f"scheme={setting.scheme!r}: simulation only", allowed="'absmax' or 'zeropoint' on integers")
-    if setting.keys_and_values is not None:
-        raise UserError(f"keys_and_values={setting.keys_and_values}: simulation only", allowed="None on integers")
-    if setting.group_size is not None:
-        raise UserError(f"group_size={setting.group_size}: simulation only", allowed="None on integers")
-    if setting.inputs is not None and setting.scheme != "absmax":
-        raise UserError(f"scheme={setting.scheme!r} of inputs: simulation only", allowed="'absmax', or inputs=None")
-    if max(setting.bits, setting.input_bits) > 8:
-        raise UserError(f"bits={setting.bits}, activation_bits={setting.input_bits} on integers", allowed="2 to 8")
-
-
-def integer_params(params: Any, setting: QuantizationSetting, include: str = KERNELS_BUT_HEAD) -> Any:
-    """Quantises the kernels of a tree of parameters, for a model whose linear layers are `integer_linear`.
-
-    Arguments are as for `quantize_params`, with a setting that runs on integers or leaves activations float, else
-    UserError. The result has an `orthojax.ops.quantize.Quantized` for each match, with scales [..., 1, 1] or
-    [..., 1, out].
-
-    >>> import jax.numpy as jnp
-    >>> from orthojax.quant import INT4_ZEROPOINT
-    >>> q = integer_params({"kernel": jnp.array([[15.0], [7.4], [0.0], [1.0]])}, INT4_ZEROPOINT)["kernel"]
-    >>> q.qvalue.dtype.name, q.scale.tolist(), q.reshape(-1).tolist()
-    ('int8', [[1.0]], [15.0, 7.0, 0.0, 1.0])
-    """
-    require_integers(setting)
-    scheme: Any = setting.scheme
-    axes = (-2, -1) if setting.weights == "tensor" else -2
-    quantize_kernel = jax.jit(lambda kernel: quantize(at_least_float32(kernel), scheme, setting.bits, axes))
-    return map_kernels(params, include, lambda kernel, path: quantize_kernel(kernel))
-
-
-@functools.cache  # the same function for the same setting, so that jit compiles a model with it once
-def integer_linear(setting: QuantizationSetting) -> "LinearFunction":
-    """Makes a linear layer on the kernels of `integer_params`: products of int8, accumulated in int32.
-
-    With whole numbers q_x = x / s_x and q_w = w / s_w, the output o of a layer is
-
-        y_o = s_x s_w[o] sum_i q_x[i] q_w[i, o],
-
-    whose sum is an integer product if the scale s_x of an input does not depend on the feature i, else UserError. The
-    layer equals `quantized_linear` of the same setting up to the rounding of floats: 1e-6 of the largest output in
-    float32. If the setting leaves inputs float, the kernel is dequantised, then multiplied; a kernel that is an array
-    is multiplied as it is.
-
-    >>> import jax.numpy as jnp
-    >>> from orthojax.quant import INT8_MODERATE
-    >>> kernel = integer_params({"kernel": jnp.array([[127.0], [1.0]])}, INT8_MODERATE)["kernel"]
-    >>> float(integer_linear(INT8_MODERATE)(jnp.array([[127.0, 0.4]]), kernel, None, "mlp/input")[0, 0])
-    16129.0
-    """
-    from orthojax.model import linear as float_linear  # here, so that flax is not needed for `integer_params`
-
-    require_integers(setting)
-    scheme: Any = setting.scheme
-
-    def linear(x: jax.Array, kernel: Any, bias: jax.Array | None, path: str) -> jax.Array:
-        if not isinstance(kernel, Quantized):
-            return float_linear(x, kernel, bias, path)
-        wide = at_least_float32(x)
-        bias = None if bias is None else bias.astype(wide.dtype)
-        if setting.inputs is None:
-            y = float_linear(wide, dequantize(kernel), bias, path)
-        else:
-            q = quantize(wide, scheme, setting.input_bits, _input_axes(wide, setting))
-            contracted = (((x.ndim - 1,), (0,)), ((), ()))
-            sums = jax.lax.dot_general(q.qvalue, kernel.qvalue, contracted, preferred_element_type=jnp.int32)
-            row = (1,) * (x.ndim - 1) + (-1,)
-            y = sums.astype(wide.dtype) * kernel.scale.reshape(row) * q.scale
-            y = y if bias is None else y + bias.reshape(row)
-        if setting.outputs is not None:
-            y = _fake_quantize(y, setting, setting.input_bits, None)
-        return y if is_head(path) else y.astype(x.dtype)
-
-    return linear
 
 
 def require_tokens(tokens: ArrayLike, vocab_size: int, what: str) -> jax.Array:

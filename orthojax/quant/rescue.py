@@ -24,7 +24,7 @@ class Switched:
     rounded: jax.Array  # bool [...]
 
     def reshape(self, *shape: Any) -> jax.Array:
-        """Returns the kernels in another shape, as `Quantized.reshape` does."""
+        """Returns the kernels in another shape: code that reads a kernel as an array may be given these."""
         return self.kernel.reshape(*shape)
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from orthojax.config import ModelConfig
 from orthojax.errors import UserError
 from orthojax.ops.orthogonal import fixed_transform, hash_signs
-from orthojax.ops.quantize import Quantized
 from orthojax.ops.statistics import at_least_float32
 
 if TYPE_CHECKING:
@@ -99,8 +98,6 @@ def _require_rotatable(params: Any, config: ModelConfig) -> None:
     require(not config.has_experts, "experts", "another mlp")
     projected = "embedding_projection=True"
     require(not config.embedding_projection, projected, "False, as after `orthojax.model.fold_embedding_projection`")
-    is_stored = lambda leaf: isinstance(leaf, Quantized)  # noqa: E731
-    require(not any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored))), "kernels of integers", "float ones")
 
 
 def _without_scale(norm: Any, config: ModelConfig) -> tuple[Any, jax.Array]:

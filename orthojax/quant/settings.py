@@ -27,21 +27,21 @@ class QuantizationSetting:
     Attributes:
       bits: Width of the numbers of weights, and of all others if `activation_bits` is not given.
       scheme: A name of `orthojax.ops.quantize.FORMATS`: `absmax` (symmetric) or `zeropoint` (from smallest to largest
-        value) for integers, or that of a float format with its `bits`: simulation only.
+        value) for integers, or that of a float format with its `bits`.
       weights: One scale for each output channel (column of the kernel), one for the whole kernel, or one for each
         `block` of a float format, the last of which may be smaller: neighbouring input features of an output channel,
         for `e4m3` of as many output channels.
       inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
         features, one for the whole batch, one for each `block` of neighbouring features of a token, or None for inputs
-        that stay float. One for each feature cannot be pulled out of an integer product: simulation only.
+        that stay float. One for each feature cannot be pulled out of a product of integers.
       outputs: One scale for all of y, bias included, or None for outputs that stay float.
       activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
-        features of every layer. None: all of them share one. Simulation only.
+        features of every layer. None: all of them share one.
       keys_and_values: Width of the integers of the keys and values in a cache, with the scheme `zeropoint` and a scale
         for each token and head over its channels, as in QuaRot (arXiv 2404.00456) with groups of the head's width; None
         for float ones. `rounded_model` rounds them; with latent attention, whole keys and values are rounded, though a
-        cache could hold the latent. Simulation only.
+        cache could hold the latent.
     """
 
     bits: int
@@ -94,7 +94,7 @@ INT8_FINE = QuantizationSetting(8, "absmax", "output_channel", inputs="feature")
 """Per-channel scales for weights and input activations, the paper's words."""
 
 INT8_FINE_PER_TOKEN = QuantizationSetting(8, "absmax", "output_channel", inputs="token")
-"""The form of `INT8_FINE` that runs on integers: input activations have a scale for each token."""
+"""The form of `INT8_FINE` that hardware can multiply as integers: input activations have a scale for each token."""
 
 INT8_MODERATE = QuantizationSetting(8, "absmax", "tensor", inputs="tensor")
 """One scale for a kernel, one for its input activations."""
