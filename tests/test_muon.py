@@ -390,7 +390,7 @@ def test_every_device_orthogonalizes_its_share(ns_dtype):
     update = jax.jit(split.update, in_shardings=(shardings, at), out_shardings=(shardings, at))
     got, _ = update(grads, split.init(grads))
     assert got["layers"]["up"]["kernel"].dtype == jnp.float32
-    tolerance = {"rtol": 0, "atol": 0.02 if ns_dtype else 1e-6}
+    tolerance = {"rtol": 0, "atol": 0.02 if ns_dtype else 5e-6}
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), got, wanted)
     compiled = update.lower(grads, split.init(grads)).compile()
     assert exchanged(compiled.as_text()) == {"all-to-all"}
