@@ -277,9 +277,18 @@ def test_models_of_two_shapes_are_no_series(models, tmp_path, monkeypatch):
     config.write_text(config.read_text().replace('"d_mlp": ', '"d_mlp": 1'))
     given = {"model": [str(tmp_path)], "checkpoints": True, "heads": ["0.0"], "stride": 0, "token_ids": "", "text": []}
     more = {"settings": [], "quick": True, "card": [], "length": 0}
-    monkeypatch.setattr(analyze, "FLAGS", SimpleNamespace(save=[], windows=[], sinks=[], **given, **more))
+    monkeypatch.setattr(analyze, "FLAGS", SimpleNamespace(save=[], windows=[], sinks=None, **given, **more))
     with pytest.raises(UserError, match=r"models in .* differ: 1000, 2000"):
         analyze.main([])
+
+
+@pytest.mark.parametrize(
+    ("windows", "sinks"), [(["x"], None), (["4"], None), ([], ["0"]), (["8"], []), (["8"], ["-1"])]
+)
+def test_wrong_windows_are_refused_before_any_work(windows, sinks, monkeypatch):
+    monkeypatch.setattr(analyze, "FLAGS", SimpleNamespace(windows=windows, sinks=sinks))
+    with pytest.raises(UserError, match=r"--windows|--sinks"):
+        analyze._streamed()
 
 
 @pytest.mark.parametrize("given", ["a=x,a=y", "a=", "../a=x"])

@@ -153,7 +153,7 @@ def test_python_returns_the_card_that_the_command_writes(models, tmp_path, monke
     given = {
         "model": [f"tiny={models / 'run'}"], "token_ids": str(ids), "length": T, "quick": True, "batch": 8, "text": [],
     }  # fmt: skip
-    streamed = {"windows": [], "sinks": ["0"]}
+    streamed = {"windows": [], "sinks": None}
     others = {"checkpoints": False, "stride": 0, "rows": 0, "knock_out": 0, "settings": [], "quantize_head": False}
     written = {"workdir": str(tmp_path), "card": [], "heads": ["0.0"], "attention_of": "", "compile_cache": ""}
     for command in (analyze, evaluate):

@@ -111,7 +111,7 @@ def test_only_kernels_of_blocks_are_rounded_and_equal_runs_share_a_program():
     assert function is other
     assert training_linear(TINY.train) is linear
     x, w = jnp.asarray(X, jnp.float32), jnp.asarray(W, jnp.float32)
-    for path in ("head", "lm/head", "layers/mlp/router"):
+    for path in ("head", "lm/head", "layers/mlp/router", "head_input", "embedding_output"):
         np.testing.assert_array_equal(function(x, w, None, path), linear(x, w, None, path))
     y = function(x, w, jnp.ones(48), "layers/mlp/input")
     np.testing.assert_allclose(y - 1, low_precision_product(Recipe("nvfp4"), 0, x, w), rtol=1e-4, atol=1e-3)

@@ -195,7 +195,9 @@ def measure(loaded: LoadedModel, settings: Settings, plan: Plan, stages: Stages)
     parts: dict[str, dict[str, Any]] = {}
     for name, (compute, chosen) in plan.items():
         parts[name] = stages(name, compute, *chosen)
-        if name in ("statistics", "sliding") and "left_out" in parts[name]:
+        # What was asked for by name; streaming has then a window and a number of first tokens.
+        asked = name in ("statistics", "sliding") or (name == "streaming" and chosen)
+        if asked and "left_out" in parts[name]:
             raise UserError(parts[name]["left_out"])
     metrics, arrays, sections = (dict(parts["statistics"][key]) for key in ("metrics", "arrays", "sections"))
     model, part = loaded.config.model, lambda name: parts.get(name, {})

@@ -54,7 +54,7 @@ def define_flags() -> None:
         "stride", 0, "Also measure perplexity on all of --text in windows of --length, this many apart.", lower_bound=0
     )
     flags.DEFINE_list("windows", [], "Also read rows token by token with this many in view: 64,128, say.")
-    flags.DEFINE_list("sinks", ["0", "4"], "How many of --windows are the first tokens of the row, each in turn.")
+    flags.DEFINE_list("sinks", None, "How many of --windows are the first tokens of the row: 0,4 by default.")
     flags.DEFINE_integer("batch", 8, "Rows per batch; dynamic quantisation scales are taken per batch.", lower_bound=1)
     flags.DEFINE_bool("packed", False, "Let rows cross the ends of documents, with an end-of-text token after each.")
     flags.DEFINE_bool("bos", None, "Start rows with the tokenizer's BOS token; by default as the model was trained.")
@@ -135,12 +135,17 @@ def _heads() -> list[tuple[int, int]]:
     return [(int(match[1]), int(match[2])) for match in found if match]
 
 
-def _whole(flag: str) -> list[int]:
-    """Returns the numbers of a flag."""
-    given = getattr(FLAGS, flag)
-    if not all(number.isdecimal() for number in given):
-        raise UserError(f"--{flag}={','.join(given)}", allowed="whole numbers, separated by commas")
-    return list(map(int, given))
+def _streamed() -> list[tuple[int, int]]:
+    """Returns (tokens in view, how many of them are the first) of `--windows` and `--sinks`."""
+    sinks = ["0", "4"] if FLAGS.sinks is None else FLAGS.sinks
+    for flag, given in (("windows", FLAGS.windows), ("sinks", sinks)):
+        if not all(number.isdecimal() for number in given):
+            raise UserError(f"--{flag}={','.join(given)}", allowed="whole numbers, separated by commas")
+    pairs = [(int(window), int(first)) for window in FLAGS.windows for first in sinks]
+    if (FLAGS.sinks is not None and not pairs) or any(first >= window for window, first in pairs):
+        given = f"--windows={','.join(FLAGS.windows)} --sinks={','.join(sinks)}"
+        raise UserError(given, allowed="both, every window larger than every number of sinks")
+    return pairs
 
 
 def _tokenizer(loaded: Any) -> tuple[Any, bool]:
@@ -190,7 +195,7 @@ def _measure(name: str, path: str, workdir: Path, settings: Any) -> tuple[Any, d
     if FLAGS.stride:
         tokenizer, bos = _tokenizer(loaded)
         options["sliding"] = read_text(FLAGS.text, tokenizer, bos=bos), FLAGS.stride
-    options["streamed"] = [(window, first) for window in _whole("windows") for first in _whole("sinks")]
+    options["streamed"] = _streamed()
     plan = cards.plan(loaded, inputs, settings, knock_out_rows=FLAGS.knock_out, **options)
     folder = workdir / "stages" / name
     make_folder(folder, "folder of stages")
@@ -210,8 +215,8 @@ def main(_: list[str]) -> None:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
     in_series = FLAGS.checkpoints or re.fullmatch(r"[^=,]+@[^=,/]+(,[^=,/]+)+", FLAGS.model[0]) is not None
     models = series(FLAGS.model[0]) if in_series else cli.named_paths(FLAGS.model)
-    for check in (_heads, lambda: _whole("windows"), lambda: _whole("sinks")):
-        check()  # refused before any work
+    _heads()  # refused before any work
+    _streamed()
     for path in models.values():
         find_place(path)
     if FLAGS.stride and (FLAGS.token_ids or FLAGS.text == ["held_out"]):

@@ -57,12 +57,9 @@ def named_settings() -> dict[str, Any]:
 
 
 def fitting(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that fit a model, and prints those that do not; none for integer kernels."""
-    from orthojax.model import linear
+    """Returns the settings that fit a model, and prints those that do not."""
     from orthojax.train import settings_that_do_not_fit
 
-    if loaded.model.linear is not linear:
-        return {}
     unfit = settings_that_do_not_fit(loaded, settings)
     for name, reason in unfit.items():
         print(printable(f"{loaded.source}: {name} is left out: {reason}"), file=sys.stderr)

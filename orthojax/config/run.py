@@ -269,8 +269,9 @@ class TrainConfig:
       logits_dtype: Dtype to which the logits of the training loss are rounded; all that is computed from them is
         float32. `auto` is bfloat16 for a bfloat16 model on an accelerator, else float32.
       matmul_format: Rounds all products with kernels of the blocks, forward and backward, to this format, simulated in
-        floats (see `orthojax.train.low_precision.Recipe`); head, embeddings, routers, attention and optimizer are not.
-      matmul_stochastic: Round gradients to either neighbour, so that their mean is right; of formats of 4 bits.
+        floats (see `orthojax.train.low_precision.Recipe`); head, embeddings and their projections, routers, attention
+        and optimizer are not. Empty: floats.
+      matmul_stochastic: Round gradients to either neighbour, the nearer the likelier; of formats of 4 bits.
       matmul_hadamard: Mix every 16 tokens at random before the product that gives a kernel's gradient; likewise.
       matmul_square: Give kernels square blocks, so that they round alike forward and backward; likewise.
       steps_per_dispatch: Maximum number of optimizer steps in one compiled call, so that small steps do not wait for

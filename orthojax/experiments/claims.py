@@ -443,7 +443,7 @@ def equivalent(
 ) -> Claim:
     """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
 
-    Definition: the 90% confidence interval of the mean of ln(after / before), less that of the pair `beside` if it is
+    Definition: the 90% confidence interval of the mean of ln(after / before), minus that of the pair `beside` if it is
     given, lies within +-ln(1 + margin), so that each of the tests has a level of 5%. Too few or too scattered seeds do
     not show equivalence.
     """

@@ -244,8 +244,9 @@ def nvfp4(
 
     If every block's peak is above 2^-6 / 448 of the tensor's, s is not subnormal, |y - x| <= 0.18 max_block|x|, and
     nvfp4 has the other properties of `e4m3`. `axes` share one scale g, `axis` among them; None: all of them. Two axes
-    give square blocks, 16 x 16. With `noise`, as for `mxfp4`, elements are rounded at random as they are: the mean is x
-    but for those that s clips. The rest is as for `e4m3`.
+    give square blocks, 16 x 16. With `noise`, as for `mxfp4`, elements are rounded at random as they are: the mean is
+    x, except for the largest of a block whose s was rounded down, which are clipped, and for blocks whose s is 0. The
+    rest is as for `e4m3`.
 
     >>> import jax.numpy as jnp
     >>> nvfp4(jnp.array([2688.0, -2000.0, 200.0])).tolist()  # g = 1, s = 448

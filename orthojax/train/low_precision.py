@@ -12,9 +12,10 @@ import numpy as np
 from orthojax.config import TrainConfig
 from orthojax.model import LinearFunction, linear, plain_product
 from orthojax.ops.orthogonal import hadamard_matrix, hash_signs, position_bits
-from orthojax.ops.products import is_head, kernel_product, transposed_product
+from orthojax.ops.products import kernel_product, transposed_product
 from orthojax.ops.quantize import e4m3, e5m2, mxfp4, nvfp4, split_blocks
 
+_FLOAT = ("head", "head_input", "embedding_output", "router", "shared_gate")  # linear layers that are not rounded
 _TRANSFORMED = 16  # consecutive tokens of a row that the random Hadamard transform mixes
 
 
@@ -26,13 +27,14 @@ class Recipe(NamedTuple):
 
     q rounds to the nearest, in blocks along the axis that a product sums over; with `square` those of W are squares,
     so that forward and backward round it alike. s rounds to either neighbour with `stochastic`, the nearer the
-    likelier, so that its mean is g. H mixes 16 consecutive tokens of a row by a Hadamard matrix with random signs, the
-    same in every layer and step, which spreads outliers and cancels in the product. FP8 has one scale a tensor, E4M3
-    forward and E5M2 for gradients, and none of these. Derivatives pass through the rounding.
+    likelier, so that its mean is g, except what `nvfp4` clips or rounds to 0. H mixes 16 consecutive tokens of a row by
+    a Hadamard matrix with random signs, the same in every layer and step, which spreads outliers and cancels in the
+    product. FP8 has one scale a tensor, E4M3 forward and E5M2 for gradients, and none of these. Derivatives pass
+    through the rounding.
 
     The noise of s is a hash of the layer's name, the first bits of the largest element of g, and the position: the same
-    on resuming and, as good as always, on any mesh, but that accumulation over `data` alone rounds each device's part
-    by itself.
+    on resuming, and almost always the same on any mesh. With accumulation over `data` alone each device rounds its own
+    part.
 
     Reference:
       Pretraining Large Language Models with NVFP4, `arXiv 2509.25149 <https://arxiv.org/abs/2509.25149>`_, 2025; of FP8
@@ -102,7 +104,7 @@ low_precision_product.defvjp(_forward, _backward)
 
 
 def training_linear(train: TrainConfig) -> LinearFunction:
-    """Returns the linear layers of a run: with `train.matmul_format` rounded, except the head and routers."""
+    """Returns the linear layers of a run: with `train.matmul_format` rounded, except `_FLOAT`."""
     if not train.matmul_format:
         return linear
     parts = train.matmul_stochastic, train.matmul_hadamard, train.matmul_square
@@ -113,7 +115,7 @@ def training_linear(train: TrainConfig) -> LinearFunction:
 def _rounded_linear(recipe: Recipe) -> LinearFunction:
     @plain_product
     def rounded(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, path: str) -> jax.Array:
-        if is_head(path) or path.rpartition("/")[2] in ("router", "shared_gate"):
+        if path.rpartition("/")[2] in _FLOAT:
             return linear(x, kernel, bias, path)
         y: Any = low_precision_product(recipe, zlib.crc32(path.encode()), x, kernel)
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
