@@ -163,6 +163,7 @@ def said_of_recipes() -> list[str]:
              for name in ("vanilla", "cured")]  # fmt: skip
     quartiles = [mean("preventions_costs/adam_sinks", f"cost_step_ratio_{side}") for side in ("lower", "upper")]
     safe = [mean(f"smollm2_safe/{name}", "lost_int8_coarse") for name in ("rotated", "as_it_is", "both")]
+    in_fp4 = [f"fp4_training/{name}" for name in ("adam", "adam_sinks", "cured", "muon_orthoadam_sinks")]
     tokenwise = [mean(f"breaks/{name}", "lost_int8_fine_per_token") for name in ("vanilla", "cured")]
     return [
         f"{parameter_count(config.model) / 1e6:.1f}M parameters, {config.train.steps:,} steps of {tokens:,} tokens",
@@ -183,6 +184,12 @@ def said_of_recipes() -> list[str]:
         "every run of the 19 recipes under 1%",
         "loses {:.1%} in place of {:.0%}, with two massive tokens in float as well {:.2%}".format(*safe),
         "in `breaks` it costs Adam {} and OrthoAdam with softmax-1 {}".format(*map(percent, tokenwise)),
+        "raises Adam's perplexity by {}, with learned sinks by {}, OrthoAdam's with softmax-1 by {}, "
+        "that of the second command by {}".format(
+            *(between(each(f"{of}_nvfp4", "perplexity") / each(of, "perplexity") - 1, ".1%") for of in in_fp4)
+        ),
+        "these models have {:.1f}, {:.1f}, {:.1f} and {:.1f} in the mean; trained in float, {:.1f}, {:.1f}, {:.1f} and "
+        "{:.1f}".format(*(mean(f"{of}{trained}", "perplexity_nvfp4") for trained in ("_nvfp4", "") for of in in_fp4)),
         f"is {span(lead, lambda of: -np.expm1(-of), '.1%')} below the nearest of {len(RECIPES) - 1} rivals",
         "Muon has {:.1f}, with OrthoAdam {:.1f}, OSP {:.1f}".format(*(of.mean() for of in timed.values())),
         f"(p = {p_muon:.3f}, not adjusted)",

@@ -65,7 +65,7 @@ FP4_TRAINING = Study(
     "Perplexity is that of the float model unless a format is named. Criteria were committed before any run. Of three "
     "planned seeds two were run, at NVFP4 alone; the float rows are those of `preventions` and `preventions_sinks`, "
     "from another machine.",
-    columns=["perplexity", _NVFP4, "kurtosis_first kurtosis_rest", c.PEAK, _NOISE],
+    columns=["perplexity", _NVFP4, "kurtosis_first kurtosis_rest", c.PEAK, _LOWEST],
     tables=(
         Columns("Perplexity lost to rounding after training", [c.lost(name) for name in (c.COARSE, "w4a4", "nvfp4")]),
         *(Paired(f"Change of perplexity by training {name} at NVFP4, paired by seed", name, f"{name}_nvfp4",
