@@ -1,7 +1,7 @@
 """What to believe about a recipe, over all committed pairs of runs: python results/believe.py [--write].
 
 A pair is two runs of one seed in results/**/results.json whose configs differ only in the recipe (`RECIPES`); the norm
-has one scale, the model predicts the next token of language. A setting is a config without seeds, rhythms of evaluation
+has one scale, the model predicts the next token of language and is trained in floats. A setting is a config without seeds, rhythms of evaluation
 and the recipe; a run that several studies report counts once. `QUANTITIES` are measured on pairs, y_ij of pair j of
 setting i (ratios as logarithms), where the model without the recipe has what is to be removed.
 
@@ -53,7 +53,8 @@ def runs() -> dict[str, dict[tuple[str, ...], dict[int, tuple[str, Run]]]]:
             of, metrics = row["overrides"], row["metrics"]
             trained = "given" not in row and "run" not in row
             language = of.get("data.kind") != "bigram_backcopy" and "data.objective" not in of
-            if not (trained and language and "perplexity" in metrics) or "model.norm" in of:
+            other = "model.norm" in of or "train.matmul_format" in of  # products of few bits
+            if other or not (trained and language and "perplexity" in metrics):
                 continue
             setting = {k: v for k, v in of.items() if k not in DEFAULTS and not any(s in k for s in NOT_A_SETTING)}
             recipe = tuple(of.get(name, default) for name, default in DEFAULTS.items())

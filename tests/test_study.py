@@ -452,7 +452,7 @@ def test_a_report_is_of_the_study_that_its_file_names(tmp_path, capsys, argument
 @pytest.mark.parametrize(("arguments", "scale", "says"), [
     (["--experiment=table2", "--seeds=6"], "deep", "published: --scale=deep --seeds=3,4,5"),
     (["--experiment=table2", "--scale=tiny"], "tiny", "another scale than this"),
-    ([], "tiny", "published: --scale=tiny --seeds=20,21,22,23,24: 9.27 minutes a seed"),
+    ([], "tiny", "published: --scale=tiny --seeds=20,21,22,23,24: 5.63 minutes a seed"),
 ])  # fmt: skip
 def test_the_published_scale_is_the_default_and_another_is_told(monkeypatch, capsys, arguments, scale, says):
     asked = []
