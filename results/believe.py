@@ -1,9 +1,9 @@
 """What to believe about a recipe, over all committed pairs of runs: python results/believe.py [--write].
 
 A pair is two runs of one seed in results/**/results.json whose configs differ only in the recipe (`RECIPES`); the norm
-has one scale, the model predicts the next token of language and is trained in floats. A setting is a config without seeds, rhythms of evaluation
-and the recipe; a run that several studies report counts once. `QUANTITIES` are measured on pairs, y_ij of pair j of
-setting i (ratios as logarithms), where the model without the recipe has what is to be removed.
+has one scale, the model predicts the next token of language and is trained in floats. A setting is a config without
+seeds, rhythms of evaluation and the recipe; a run that several studies report counts once. `QUANTITIES` are measured on
+pairs, y_ij of pair j of setting i (ratios as logarithms), where the model without the recipe has what is to be removed.
 
 1. Variance within a setting: s_i^2 on d_i = n_i - 1 degrees of freedom, drawn towards the common s_0^2 because n_i is
    small (Smyth 2004): v_i = (d_0 s_0^2 + d_i s_i^2) / (d_0 + d_i), with d_0 and s_0^2 from the moments of ln s_i^2. No
