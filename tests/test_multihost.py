@@ -93,7 +93,8 @@ def test_two_processes_are_one_run(alone, of_two, tmp_path):
     assert len(want) == 8 + 2
     assert losses(workdir) == pytest.approx(want, abs=1e-5, rel=0)
     assert ["done" in console for console, _ in ends] == [True, False]
-    assert json.loads((workdir / "config.json").read_text())["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2, "gather_table": False}
+    mesh = json.loads((workdir / "config.json").read_text())["mesh"]
+    assert mesh == {"data": 2, "fsdp": 2, "tensor": 2, "gather_table": False}
     # Each wrote its own shards of the one checkpoint, and other programs read them.
     checkpoint, other = (folder / "checkpoints/8" for folder in (workdir, alone / "run"))
     files = json.loads((checkpoint / "checksums/metadata").read_text())["files"]
