@@ -128,8 +128,7 @@ def _runs(recipes: _Recipes) -> dict[str, Config]:
 
 def recipes() -> dict[str, Config]:
     """Returns the run of every recipe that is compared, by name."""
-    sinks = {f"{name}_sinks": (name, {"model.normalizer": "learned_sink"}) for name in _SINKS}
-    return _runs({**_RECIPES, **_PARTS, **sinks})
+    return _runs({**_RECIPES, **_PARTS, **_OF_SINKS})
 
 
 def _correlates(metric: Metric, setting: str, least: float, **more: Any) -> Claim:
@@ -242,6 +241,8 @@ PARTS = Study(
 )  # fmt: skip
 
 _SINKS = ("adam", "orthoadam", "muon", "muon_orthoadam")
+_WITH_SINKS = {"model.normalizer": "learned_sink"}
+_OF_SINKS: _Recipes = {f"{name}_sinks": (name, _WITH_SINKS) for name in _SINKS}
 
 
 def _rounded_perplexity(name: str) -> Any:
@@ -251,10 +252,7 @@ def _rounded_perplexity(name: str) -> Any:
 SINKS = Study(
     name="preventions_sinks",
     title="Learned sinks with four optimizers, in the setting of `preventions`",
-    runs=lambda scale: _runs(
-        {name: (name, {}) for name in _SINKS}
-        | {f"{name}_sinks": (name, {"model.normalizer": "learned_sink"}) for name in _SINKS}
-    ),
+    runs=lambda scale: _runs({**{name: (name, {}) for name in _SINKS}, **_OF_SINKS}),
     **_SHARED,
     note=f"{_ABOUT} Adam with learned sinks lost least at 4 bits in `preventions_parts`, which is where the rows of "
     "Adam come from; criteria were committed before any run of the other three with sinks.",
@@ -302,12 +300,10 @@ def own_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> tuple[St
     return Study(name=name, title=f"Recipes of {name}", runs=own, **shared), board
 
 
-_WITH_SINKS = {"model.normalizer": "learned_sink"}
-
 COSTS = Study(
     name="preventions_costs",
     title="Time of a training step of each prevention, in the setting of `preventions`; trains nothing",
-    runs=lambda scale: _runs({**_RECIPES, **{f"{name}_sinks": (name, _WITH_SINKS) for name in _SINKS}}),
+    runs=lambda scale: _runs({**_RECIPES, **_OF_SINKS}),
     cost_reference=lambda name: "adam",
     trains=False,
     note="Training steps on random tokens, all variants timed in turn on two idle CPU cores; ratios are to Adam's.",
