@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import re
+import subprocess
 import textwrap
 import types
 from pathlib import Path
@@ -359,3 +360,25 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == orthojax.__version__
     released = re.search(r"^## (\S+) \(\d", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)  # the newest with a date
     assert released[1] == orthojax.__version__
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    pattern = re.search(r"grep -m 1 -E '([^']+)' README.md", (ROOT / ".ci/run").read_text())
+    assert pattern
+    found = subprocess.run(["grep", "-m", "1", "-E", pattern[1], ROOT / "README.md"], capture_output=True, text=True)
+    assert found.stdout.strip() == blocks("sh")[1].strip()
+
+
+def test_code_of_the_guides_has_80_columns():
+    """80 characters are what the site shows at 1280 pixels."""
+    texts = [README, *GUIDES.values()]
+    found = [line for text in texts for block in blocks(r"\w+", text) for line in block.splitlines()]
+    assert len(found) > 200
+    assert [line for line in found if len(line) > 80] == [block.strip() for block in blocks("sh")][:2]  # to copy whole
+
+
+def test_constraints_hold_no_addresses_and_both_stacks():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[\w.\-\[\]]+==[\w.]+( ; .+)?", line) for line in lines)
+    for package in ("jax", "jaxlib", "flax", "numpy"):
+        assert len([line for line in lines if line.startswith(f"{package}==")]) == 2

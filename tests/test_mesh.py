@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from refusals import refused
-from tiny_run import Stop, assert_trees_close, blank_state, by_path, drawn_params, lines, loaded, stop_at
+from tiny_run import Stop, assert_trees_close, bits, blank_state, by_path, drawn_params, lines, loaded, stop_at
 
 from orthojax import config as c
 from orthojax import train as training
@@ -428,3 +428,8 @@ def test_a_ragged_evaluation_batch_counts_as_the_others():
     for params in (state.params, jax.device_get(state.params)):
         found = evaluate(loaded(ragged, params), inputs, settings={})
         assert found == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in whole.items()}
+
+
+@pytest.mark.slow
+def test_initial_state_does_not_depend_on_the_mesh():
+    assert bits(init_state(on(CONFIG, 2, 2, 2))) == bits(init_state(CONFIG))

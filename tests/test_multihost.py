@@ -241,6 +241,13 @@ def environment(folder, **more):
     return cpu_environment(PATH=f"{folder}:{os.environ['PATH']}", **more)
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_valid(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", script], check=True)
+
+
 def test_slurm_gets_cores_a_signal_and_the_gpus_of_the_node():
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", SCRIPTS[0].read_text(), re.M))
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]

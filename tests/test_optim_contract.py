@@ -236,3 +236,17 @@ def test_boxes_of_scanned_layers_are_rotated_and_train(kind):
         assert jax.tree.structure(new) == jax.tree.structure(carry)
         carry, losses = new, [*losses, float(loss)]
     assert losses[-1] < 0.8 * losses[0], losses
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_state_of_eager_init_is_donated(devices):
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for optimizer in (parts("hadamard")["parts"], orthoadam(0.1, rotation=Rotation("haar", axes="output"))):
+        params = mixed()
+        params, state = jax.device_put((params, optimizer.init(params)), everywhere)
+        step = jax.jit(functools.partial(one_step, optimizer), donate_argnums=2, compiler_options=QUICK)
+        for _ in range(2):
+            held = jax.tree.leaves(state)
+            params, state = step(params, mixed(5), state)
+        assert all(leaf.is_deleted() for leaf in held if leaf.ndim)

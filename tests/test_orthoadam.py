@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from orthojax.optim import RotatedAxes, Rotation, orthoadam, rotate, scale_by_orthoadam, warmup_cosine
+from orthojax.optim import RotatedAxes, Rotation, orthoadam, rotate, scale_by_orthoadam, unrotate, warmup_cosine
 
 slow = pytest.mark.slow
 
@@ -174,3 +174,11 @@ def test_any_length_takes_as_few_temporaries(n):
     step = jax.jit(optimizer.update, donate_argnums=(0, 1))
     memory = step.lower(gradient, state).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2.05 * 4 * 1024 * n  # gradient and update in the other basis
+
+
+@pytest.mark.parametrize("kind", ["haar", pytest.param("hadamard", marks=slow)])
+def test_scale_by_orthoadam_is_the_chain(kind):
+    rotation = Rotation(kind, axes="both", seed=3)
+    chain = optax.chain(rotate(rotation), optax.scale_by_adam(0.8, 0.99), unrotate(rotation))
+    fused = scale_by_orthoadam(0.8, 0.99, rotation=rotation)
+    assert_close(run(chain, tree)[0], run(fused, tree)[0], 1e-6)

@@ -233,3 +233,18 @@ def test_launcher_prints_json_of_every_benchmark():
         assert names <= {value for row in result["rows"] for value in row.values()}
         assert all(row["ratio_low"] <= row["ratio"] <= row["ratio_high"] for row in result["rows"])
         assert result["versions"]["jax"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_short_enough_to_be_copied(path):
+    most = 80 if path.name == "lm_eval_model.py" else 59
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
+
+
+@pytest.mark.parametrize("mesh", ["1x8x1", pytest.param("2x2x2", marks=slow)])
+def test_orthoadam_sends_what_adam_sends(mesh):
+    flags = ("--tiny", "--json", f"--mesh={mesh}", "--optimizers=adam,orthoadam")
+    adam, ortho = json.loads(run("benchmarks/collectives.py", *flags))["rows"]
+    assert adam["GB/step/device"] > 0.004  # all kernels and the table, there and back
+    assert ortho["/ first"] == pytest.approx(1.0, abs=1e-4)
+    assert adam["all-to-all GB"] == ortho["all-to-all GB"] == 0.0

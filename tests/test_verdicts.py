@@ -108,3 +108,9 @@ def test_pairs_are_of_the_same_config_seed_and_text(believe):
     cured = [of.studies for of in believe["settings"]("softmax-1 and OrthoAdam")]
     assert ("damage/cured_longer", "repeated_longer/d_model_64_bos_6000") in cured  # one setting in two studies
     assert not any("backcopy" in name or "masked" in name for of in cured for name in of)
+
+
+def test_cells_of_reports_have_at_most_twelve_words(reports):
+    for folder, report in reports.items():
+        cells = [cell for table in report.tables for row in (table.columns, *table.rows) for cell in row]
+        assert [str(cell) for cell in cells if len(str(cell).split()) > 12] == [], folder
