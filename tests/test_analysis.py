@@ -582,3 +582,12 @@ def test_layers_without_attention_leave_attention_means_alone(attention):
             assert list(np.isnan(of_head)) in ([], [not attends for attends in attention]), name
             expected = np.array(layers)[list(attention)]
             np.testing.assert_equal(found[name], np.nan if not len(expected) else expected[0])
+
+
+def test_a_spike_at_position_0_is_seen_there():
+    x = np.tile([1.0, -1.0], (B, T, D // 2))
+    x[:, 0] = 0.0
+    x[:, 0, 5] = -300.0
+    check({"kurtosis_first": D - 2 + 1 / (D - 1), "kurtosis_rest": 1.0}, x, rtol=1e-6)
+    check({"max_abs_first": 300.0, "max_abs_rest": 1.0, "norm_ratio_first": 1.0, "norm_ratio_rest": 0.25}, x, rtol=0)
+    check({"residual_norm_first": 300.0, "residual_norm_rest": 4.0}, x, rtol=0)

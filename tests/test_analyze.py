@@ -336,3 +336,9 @@ def test_smollm2_has_the_numbers_of_another_script():
     }  # fmt: skip
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=6e-3), name
+
+
+def test_ids_that_the_model_lacks_are_refused(models):
+    loaded, _ = opened(models, "planted")
+    with pytest.raises(UserError, match="token id"):
+        measure_model(loaded, read_token_ids(models / "run.npy", rows=0, length=T))

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import sys
+import textwrap
 from collections.abc import Set
 from pathlib import Path
 
@@ -155,3 +156,20 @@ def test_functions_are_short():
                 doc = node.body[0] if ast.get_docstring(node) is not None else None
                 lines = node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
                 assert lines < LONGEST_FUNCTION, f"{name}:{node.name}"
+
+
+def test_every_form_of_import_is_seen():
+    source = """
+    import flax.linen as nn
+    from orthojax import data, kurtosis
+    from orthojax.train import step
+    from . import sibling
+    from .. import model
+    def f():
+        import optax
+        importlib.import_module("tensorflow")
+    """
+    found = imports(ast.parse(textwrap.dedent(source)), ["orthojax", "quant"])
+    assert libraries_in(found) == {"flax", "optax", "tensorflow"}
+    assert packages_in(found) == {"data", "ops", "train", "quant", "model"}
+    assert "orthojax.train.step" in found

@@ -233,3 +233,7 @@ def test_private_names_of_another_form_are_said(name, monkeypatch):
         _cudnn(*HALF[:3])
     with jax.default_device("gpu"), pytest.warns(UserWarning, match="falls back.*keeps its cuDNN primitives"):
         jax.eval_shape(partial(dot_product_attention, is_causal=True), *HALF[:3])
+
+
+def test_on_a_cpu_the_kernel_is_unavailable():
+    assert "NVIDIA GPU" in cudnn.unavailable()

@@ -367,3 +367,11 @@ def test_a_hundred_kills_at_random_moments_lose_nothing(long_home, tmp_path, see
     assert writing >= 3
     run_to_the_end(long_home, workdir)
     assert everything(workdir) == everything(long_home / "whole")
+
+
+def test_a_model_of_the_same_arrays_is_refused(copy):
+    shutil.rmtree(copy / "checkpoints" / "11")
+    other = replace(CONFIG, {"model.normalizer": "softmax"})
+    (copy / "config.json").write_text(to_json(other))
+    with pytest.raises(UserError, match=r"model.normalizer=softmax \(was softmax1\)"):
+        train(other, INPUTS, copy)

@@ -327,3 +327,21 @@ def test_in_a_shard_map_of_the_caller():
     expected = numpy_loss(hidden, kernel, targets, weights)
     for got, wanted in zip((loss, dx, dW), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_large_logits_are_harmless():
+    hidden, *rest = problem()
+    assert_near(chunked(1e4 * hidden, *rest, 2), (1e4 * hidden, *rest))
+
+
+def test_targets_may_be_narrow_integers():
+    hidden, kernel, targets, weights = problem(V=300)  # more ids than uint8 has
+    targets = targets % 200
+    value = loss_of(jnp.asarray(targets, "uint8"), weights)(hidden, kernel)
+    np.testing.assert_allclose(value, numpy_loss(hidden, kernel, targets, weights)[0], rtol=1e-5)
+
+
+def test_at_least_one_position_is_computed():
+    hidden, kernel, targets, weights = problem()
+    assert positions_at_once(2, 4, 10, asked=0) == positions_at_once(2, 0, 10) == 1
+    assert loss_of(targets[:, :0], weights[:, :0], 1)(hidden[:, :0], kernel) == 0

@@ -20,6 +20,7 @@ from orthojax.config import Config, describe_fields, replace, to_json
 from orthojax.formatting import number
 from orthojax.model.generation import generate
 from orthojax.pretrained import write_folder
+from orthojax.train import find_checkpoint
 
 SCRIPTS = ("train", "evaluate", "analyze", "generate", "export", "inspect_checkpoint", "prepare_data", "reproduce")
 CONFIG = replace(
@@ -392,3 +393,60 @@ def test_closed_pipe_is_no_crash(trained):
     process.stdout.close()  # before it writes anything
     assert process.stderr.read() == b""
     assert process.wait() == 128 + 13
+
+
+def test_checkpoint_is_not_evaluated_on_other_data(home):
+    (home / "text.txt").write_text("quite another text, with other words in it and of another length. " * 60)
+    error = complaint(run("evaluate", "--checkpoint=run", "--cache_dir=cache", cwd=home))
+    assert "source_sha256" in error
+    assert not list(home.rglob("evaluation.json"))
+
+
+def test_token_files_are_made_and_trained_on(home):
+    done = run("prepare_data", "--input=text.txt,", "--output=tokens", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (home / "tokens").iterdir()} == {
+        "tokenizer.json", "train.bin", "train.json", "validation.bin", "validation.json",
+    }  # fmt: skip
+    arguments = [
+        *SMALL_RUN, "--workdir=new", "--config.data.kind=tokens",
+        "--config.data.paths=tokens/train.bin,tokens/validation.bin",
+    ]  # fmt: skip
+    done = run("train", *arguments, cwd=home)
+    assert done.returncode == 0, done.stderr
+    lines = (map(json.loads, (home / name / "metrics.jsonl").open()) for name in ("new", "run"))
+    losses = [[(line["step"], line.get("loss_nats")) for line in of] for of in lines]
+    assert losses[0] == losses[1]  # the same text as by data.kind=text
+
+
+STOPPED = """
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from orthojax.config import Config, from_json
+
+
+def stop():
+    metrics = Path("new/metrics.jsonl")
+    while not metrics.is_file() or '"step": 4,' not in metrics.read_text():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def get_config():
+    threading.Thread(target=stop, daemon=True).start()
+    return from_json(Config, Path("small.json").read_text())
+"""
+
+
+def test_terminated_run_says_where_it_stopped(home):
+    (home / "stopped.py").write_text(STOPPED)
+    arguments = ["--cache_dir=cache", "--config.train.steps=30", "--config.train.checkpoint_every_steps=30"]
+    arguments.append("--config.train.eval_every_steps=0")
+    done = run("train", "--config=stopped.py", "--workdir=new", *arguments, cwd=home)
+    assert done.returncode == 128 + 15, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"step {find_checkpoint(home / 'new').name}, state saved" in done.stderr.splitlines()[-1]

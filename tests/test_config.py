@@ -281,3 +281,19 @@ def test_optional_groups_take_overrides_and_are_taken_back():
     config = replace(Config(), {"model.rope.scaling": "linear", "model.rope.factor": "2", "model.latent.d_rotary": 8})
     assert config.model.rope == c.RopeConfig(scaling="linear", factor=2.0)
     assert replace(config, dict.fromkeys(c.changed_fields(Config(), config))) == Config()
+
+
+def test_rotation_has_seed_of_run_or_its_own():
+    config = replace(Config(), {"train.seed": 7})
+    assert config.optim.rotation.seed is None
+    assert config.seeded_optim == replace(config.optim, {"rotation.seed": 7})
+    for own in ({"optim.rotation.seed": 0}, {"optim.optimizer": "adam"}):  # programs of Adam are those of every seed
+        changed = replace(config, own)
+        assert changed.seeded_optim is changed.optim
+
+
+def test_every_field_is_described_by_its_class():
+    described = c.describe_fields(Config)
+    assert list(described) == list(PATHS)
+    assert all(text.endswith(".") for text in described.values()), described
+    assert "\n" not in "".join(described.values())

@@ -238,3 +238,11 @@ def test_ties_go_to_the_smaller_character():
     task = BigramBackcopy.from_text("cbacba", trigger_count=2)
     assert [task.characters[i] for i in task.triggers] == ["a", "b"]
     assert task.is_trigger(np.arange(4)).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("p", "name"), [(0.0, "backcopy"), (1.0, "backward")])
+def test_interpolation_ends_in_its_two_rules(p, name):
+    mixed, rows = small(other_rule="bigram_backward", other_rule_probability=p), batch_of(name)
+    np.testing.assert_array_equal(mixed.batch(0, B2, T2, 0), rows)
+    law = small(**CASES[name]).oracle(rows[:, :-1])
+    np.testing.assert_array_equal(mixed.oracle(rows[:, :-1]), law)

@@ -375,3 +375,14 @@ def test_ids_have_the_width_of_the_sidecar(tmp_path, dtype, size):
     assert (file.tokens.tolist(), file.tokens.dtype) == ([5, 65_535, 257] * 2, dtype)
     assert (file.info.n_tokens, file.info.n_documents, file.info.n_bytes) == (6, 2, 18)
     assert file.path.stat().st_size == 6 * size
+
+
+def test_complete_files_are_kept(text, tmp_path):
+    prepared(tmp_path / "out", text)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    prepared(tmp_path / "out", text)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out/all.bin").unlink()  # is made again
+    prepared(tmp_path / "out", text)
+    assert contents(tmp_path / "out") == whole

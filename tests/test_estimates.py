@@ -14,7 +14,7 @@ from tiny_run import TINY
 
 from orthojax.config import ModelConfig, replace
 from orthojax.experiments.costs import interleaved_seconds, ratio_quartiles
-from orthojax.model import Transformer, flops_per_token, gpt2, parameter_shapes
+from orthojax.model import Transformer, flops_per_token, gpt2, llama2, parameter_shapes
 from orthojax.train import dry_run, init_state, model_flops_per_token, model_flops_utilization
 
 SMALL = {"vocab_size": 96, "max_length": 64, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_mlp": 160}
@@ -151,3 +151,12 @@ def test_ratios_are_taken_within_a_repetition():
     """A machine that is ten times slower for a while changes no ratio, but both medians."""
     assert ratio_quartiles([3, 30, 30, 3], [2, 20, 20, 2]) == pytest.approx([1.5, 1.5, 1.5])
     assert ratio_quartiles([1, 3, 9], [1, 1, 9]) == pytest.approx([1.0, 1.0, 2.0])  # that of the medians is 3
+
+
+def test_causality_halves_products_of_attention():
+    model, length = llama2("tiny", **SMALL, d_head=24), 32
+    attention = 6 * 2 * length * 4 * (24 + 24)  # layers, heads
+    assert model_flops_per_token(model, length) == flops_per_token(model, length) - attention // 2
+    wider = llama2("tiny", **SMALL, d_head=24, num_kv_heads=1)
+    assert flops_per_token(model, 2 * length) - flops_per_token(model, length) == attention
+    assert flops_per_token(wider, 2 * length) - flops_per_token(wider, length) == attention

@@ -248,3 +248,23 @@ def test_streaming_of_several_windows_is_that_of_each():
     for wrong in ((4, 4), (25, 0)):
         with pytest.raises(UserError, match=r"first tokens of \d+ in view"):
             streamed_perplexities(model, rows, 2, [wrong])
+
+
+def test_greedy_tokens_have_the_largest_logits():
+    model = loaded(ModelConfig(**SMALL, relaxed_causal_tokens=3, position="rotary"))
+    written = generate(model, TOKENS[:, :3], 7)
+    assert written.shape == (2, 7)
+    assert written.dtype == np.int32
+    tokens = np.concatenate([TOKENS[:, :3], written], 1)
+    logits = uncached(model.model.config, model.params, tokens)  # causal from the end of the prompt on
+    np.testing.assert_array_equal(logits[:, 2:-1].argmax(-1), written)
+
+
+def test_a_seed_gives_its_tokens_in_any_batch():
+    model, prompts = loaded(llama2("tiny", **SMALL)), np.random.default_rng(2).integers(0, 11, (5, 4))
+    write = partial(generate, model, steps=8, temperature=3.0, top_p=0.95)
+    written = write(prompts, seed=1)
+    np.testing.assert_array_equal(write(prompts[:2], seed=1), written[:2])
+    assert (write(prompts, seed=2) != written).any()
+    first, second = write(prompts[[0, 0]], seed=1)
+    assert (first != second).any()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runs import python
+from test_orthogonal import reference_hash
 
 from orthojax.optim import RotatedAxes, Rotation, rotate
 
@@ -112,3 +113,24 @@ def test_neither_hash_seed_nor_settings_of_the_generator_change_them():
     """
     done = python("-c", textwrap.dedent(code), os.path.dirname(__file__), PYTHONHASHSEED="4321")
     assert done.returncode == 0, done.stderr
+
+
+def defined_signs(name, layer, n, seed):
+    """In Python integers: top bits of a hash of key and counter; the key is the CRC-32 of name, group, n and slices."""
+    key = seed ^ zlib.crc32(f"{name}:0:{n}:1".encode())
+    return tuple(1 - 2 * (reference_hash(key, layer * n + i) >> 31) for i in range(n))
+
+
+def test_they_are_built_from_the_definition():
+    """The stack is Sylvester's matrix, written out here, after signs that differ from layer to layer."""
+    sylvester = np.array([[1]])
+    for _ in range(3):
+        sylvester = np.block([[sylvester, sylvester], [sylvester, -sylvester]])
+    found = set()
+    for seed, rows in GOLDEN.items():
+        layers = [*enumerate(rows["layers/mlp/kernel"]), (5, *rows["layers_5/mlp/kernel"])]
+        for layer, row in layers:
+            signs = sylvester.T @ row / 8 / np.arange(1, 9)  # H^T H = 8 I
+            assert tuple(signs) == defined_signs("layers/mlp/kernel/*", layer, 8, seed)
+            found.add(tuple(signs))
+    assert len(found) == 8

@@ -220,3 +220,22 @@ def test_norms_of_ablated_heads_have_a_gradient():
     gradient = jax.jit(jax.grad(total))(jnp.array([[0.0, 1.0]]))
     assert np.isfinite(gradient).all()
     assert gradient[0, 1] > 0
+
+
+def test_a_sweep_over_heads_is_one_program():
+    model, params = Transformer(GROUPED), stacked_params(GROUPED)
+    run = jax.jit(lambda scale: model.apply({"params": params}, TOKENS, interventions=Interventions(scale))[0])
+    scales = 1.0 - jnp.eye(L * N).reshape(L * N, L, N)
+    loop = [run(scale) for scale in scales]
+    assert run._cache_size() == 1
+    np.testing.assert_allclose(jax.jit(lambda scales: jax.lax.map(run, scales))(scales), loop, rtol=1e-5, atol=1e-5)
+
+
+def test_patched_activations_are_those_of_another_run():
+    params, other = stacked_params(GPT2), (TOKENS + 3) % 11
+    logits, taps = apply(GPT2, params, None, other)
+    patch = Interventions(residual=taps.residual, residual_share=jnp.array([1.0, 0.0]))
+    np.testing.assert_array_equal(apply(GPT2, params, patch)[0], logits)  # what follows sees nothing else
+    plain, taps = apply(GPT2, params)
+    own = Interventions(forced_weights=taps.attention_weights, forced_share=jnp.ones((L, 1)))
+    np.testing.assert_allclose(apply(GPT2, params, own)[0], plain, rtol=1e-5, atol=1e-5)

@@ -433,3 +433,10 @@ def test_a_ragged_evaluation_batch_counts_as_the_others():
 @pytest.mark.slow
 def test_initial_state_does_not_depend_on_the_mesh():
     assert bits(init_state(on(CONFIG, 2, 2, 2))) == bits(init_state(CONFIG))
+
+
+@pytest.mark.slow
+def test_temporaries_fall_with_the_rows():
+    big = replace(SMALL, {"train.batch_size": 64, "model.vocab_size": 512})
+    one, fsdp = (compiled(config).memory_analysis().temp_size_in_bytes for config in (big, on(big, 1, 8)))
+    assert fsdp < one / 4

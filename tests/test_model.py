@@ -380,3 +380,8 @@ def test_logits_stay_float32_inside_another_module():
     nested = Outer().apply({"params": {"lm": params}}, tokens)
     np.testing.assert_array_equal(nested, Transformer(config).apply({"params": params}, tokens)[0])
     assert (np.asarray(nested) != np.asarray(jnp.asarray(nested, jnp.bfloat16), np.float32)).any()
+
+
+def test_capped_logits_have_no_kernel_of_the_head():
+    capped = dataclasses.replace(TINY, final_soft_cap=3.0)
+    assert Transformer(capped).head_kernel({}) is None  # so that no loss multiplies hidden states by it

@@ -9,6 +9,7 @@ import pytest
 from attention_oracle import NORMALIZERS, weights
 from jax.test_util import check_grads
 
+from orthojax.config.model import NormalizerName
 from orthojax.ops import normalizers
 from orthojax.ops.normalizers import apply_normalizer, softmax1, softmax_n, softmax_with_sink, softpick
 
@@ -182,3 +183,7 @@ def test_several_axes_are_one_long_axis(name):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     expected = oracle(name, x.ravel()).reshape(x.shape)
     np.testing.assert_allclose(ALL[name](jnp.asarray(x), None), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_every_name_can_be_set_in_the_config():
+    assert set(get_args(normalizers.Name)) <= set(get_args(NormalizerName))  # `test_model` applies all of the config's

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from orthojax import optim
@@ -250,3 +251,26 @@ def test_a_state_of_eager_init_is_donated(devices):
             held = jax.tree.leaves(state)
             params, state = step(params, mixed(5), state)
         assert all(leaf.is_deleted() for leaf in held if leaf.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_orbax_restores_the_state_under_plain_names(kind, tmp_path):
+    optimizer = optax.named_chain(
+        ("clip", optax.clip_by_global_norm(1.0)),
+        ("orthoadam", scale_by_orthoadam(rotation=Rotation(kind, axes="output"))),
+        ("learning_rate", optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 10))),
+    )
+    without = lambda tree: {k: v for k, v in tree.items() if k not in ("empty", "none")}  # noqa: E731
+    params = without(mixed())  # Orbax stores no empty array
+    state = optimizer.init(params)
+    for i in range(3):
+        params, state = one_step(optimizer, params, without(mixed(i)), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "at", (params, state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "at", (params, jax.eval_shape(optimizer.init, params)))
+        plain = checkpointer.restore(tmp_path / "at")[1]["orthoadam"]  # as a foreign reader finds it
+    assert_same(restored, (params, state))
+    assert set(plain["inner"]) == {"count", "mu", "nu"}
+    np.testing.assert_array_equal(plain["inner"]["mu"]["mlp"]["kernel"], state["orthoadam"].inner.mu["mlp"]["kernel"])
+    assert bool(plain.get("basis")) == (kind == "haar")

@@ -158,3 +158,12 @@ def test_a_line_search_works_around_it():
     for _ in range(4):
         params, state = step(params, state)
     assert bowl(params) < 0.9 * bowl(PARAMS)
+
+
+@pytest.mark.parametrize("name", EQUIVARIANT)
+def test_what_is_equivariant_does_not_notice(name, x64):
+    # Biases are vectors: what is left alone is the same by construction.
+    start, got, want, plain = trajectories(EQUIVARIANT[name](), Rotation("haar", axes="output"))
+    assert distance(got, want) < 1e-10
+    assert distance(got, plain) < 1e-10
+    assert distance(got, start) > 1e-3

@@ -316,3 +316,19 @@ def test_moments_that_a_layout_contradicts_are_refused():
         placed = jax.device_put(like_params, optim.state_shardings(optimizer, params, moments))
         _, state = jax.jit(optimizer.update)(params, placed, params)
     assert state[0].inner.mu["w"].sharding.spec == moments["w"].spec
+
+
+both_kinds_of_mesh = pytest.mark.parametrize("mesh_kind", [AUTO, pytest.param(EXPLICIT, marks=slow)])
+
+
+@both_kinds_of_mesh
+def test_other_inner_transformations_over_a_mesh(mesh_kind, x64):
+    mesh = make_mesh((1, 4, 2), mesh_kind)
+    trees, shardings = problem(mesh, {"w/kernel": ((4, 16, 24), P(None, "tensor", "fsdp"))})
+    adamw = optax.adamw(1e-2)  # reads the rotated parameters
+    want, _, _ = run(in_rotated_basis(adamw, Rotation("haar", axes="output")), trees)
+    ours = in_rotated_basis(adamw, Rotation("haar", layout=where_needed(shardings, mesh_kind), axes="output"))
+    with jax.set_mesh(mesh):
+        got, _, hlo = run(ours, trees, shardings, out_shardings=False)
+    assert_close(got, want, 1e-10)
+    assert {kind for kind, _ in collectives(hlo)} == {"all-to-all"}

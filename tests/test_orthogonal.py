@@ -125,3 +125,21 @@ def test_hash_bits_are_those_of_python_integers(key, layer, n):
 def test_permutations_are_permutations(key, n):
     rows = orthogonal.hash_permutations(key, [0, 3], n)
     np.testing.assert_array_equal(np.sort(rows, axis=-1), np.tile(np.arange(n), (2, 1)))
+
+
+def test_multiples_of_twelve_and_twenty_have_factors():
+    for n in (m * 2**k for m, powers in ((1, range(1, 15)), (12, range(11)), (20, range(10))) for k in powers):
+        sizes = orthogonal.factor_sizes(n)
+        assert np.prod(sizes) == n
+        assert max(sizes) <= 128
+        assert all(orthogonal.hadamard_matrix(size) is not None for size in sizes)
+
+
+def test_signs_are_balanced_and_independent():
+    signs = np.concatenate([orthogonal.hash_signs(key, range(8), 512) for key in range(40)])
+    assert signs.dtype == np.int8
+    signs = signs.astype(float)
+    assert abs(signs.mean()) < 0.01  # the standard error is 0.0025
+    correlations = signs @ signs.T / 512 - np.eye(len(signs))
+    assert np.abs(correlations).max() < 6 / np.sqrt(512)
+    assert abs((signs[:, 1:] * signs[:, :-1]).mean()) < 0.01

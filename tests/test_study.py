@@ -35,8 +35,9 @@ from orthojax.experiments.base import cured
 from orthojax.experiments.claims import Claim, Metric, not_measured
 from orthojax.experiments.measures import Measure
 from orthojax.experiments.running import run_name, run_study
-from orthojax.experiments.study import Given, Row, Study, from_lists, make_report, results_of
+from orthojax.experiments.study import Given, Row, Study, from_lists, make_report, read_results, results_of
 from orthojax.files import read_with_digest
+from orthojax.report.figures import lines
 from orthojax.report.page import escape_markdown, print_report, write_report
 from orthojax.report.pictures import KURTOSIS, LOSS, Bars, ByStep, Maps, Points
 from orthojax.report.results import Missing
@@ -488,3 +489,27 @@ if __name__ == "__main__":
     models = study_of(language_models(Path(HOME)))
     run_study(models, "tiny", (int(given["seeds"]),), Path(WORK) / "work", runs_dir=Path(WORK) / "runs",
               cache_dir=Path(HOME) / "data", only=given["only"])  # fmt: skip
+
+
+def test_results_of_several_folders_are_read_together(results, study, home, tmp_path):
+    run(study, tmp_path, home, (2,))
+    together = read_results(study, home / "work", tmp_path)
+    assert together.seeds == (0, 1, 2)
+    assert together["cured"].values("perplexity")[:2] == results["cured"].values("perplexity")
+    assert list(together["cured"].seeds) == [0, 1, 2]
+    with pytest.raises(UserError, match="no variant of 'repeated_longer'"):
+        read_results(catalog.find("repeated_longer"), home / "work")
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="results"):
+        read_results(study, tmp_path)
+    with pytest.raises(UserError, match="results"):
+        read_results(study, tmp_path / "nowhere")
+
+
+def test_curves_of_many_decades_have_ticks_and_looks():
+    curves = {f"curve {i}": ([1, 2, 3], np.array([1e-16, 1e-8, 1.0]) * (i + 1)) for i in range(50)}
+    (axes,) = lines({"": curves}, x_label="x", y_label="y", y_scale="log").axes
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) > 20
+    assert all(tick == int(tick) for tick in axes.get_xticks())

@@ -573,3 +573,82 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()  # permissions do not stop every user
     with pytest.raises(UserError, match=str(tmp_path)):
         train(CONFIG, inputs(), tmp_path)
+
+
+def test_a_run_logs_loss_and_penalty_separately(tmp_path):
+    config = replace(PENALIZED, {"train.steps": 4, "model.num_layers": 1})
+    train(config, inputs(), tmp_path / "with")
+    assert all(line["activation_penalty"] > 0 for line in lines(tmp_path / "with", "loss_nats"))
+    train(replace(config, {"train.activation_penalty": 0.0}), inputs(), tmp_path / "without")
+    assert not lines(tmp_path / "without", "activation_penalty")
+    first = [lines(tmp_path / name)[0]["loss_nats"] for name in ("with", "without")]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
+MUON = optax.contrib.muon(
+    1.0,
+    beta=0.7,
+    consistent_rms=0.2,
+    muon_weight_dimension_numbers=lambda params: jax.tree.map(
+        lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
+    ),
+)
+
+
+@pytest.mark.parametrize("of_tables", [None, "muon", "adam", "orthoadam"])
+def test_muon_leaves_embeddings_and_the_head_to_the_optimizer_that_is_asked_for(of_tables):
+    """Each part of the tree is that of its own optimizer alone: `optax.contrib.muon`, Adam, our own chain.
+
+    Each layer of stacked kernels [layers, in, out] is one for itself; vectors [layers, out] have two axes, too.
+    """
+    stacked = {"layers/mlp/input/kernel": "muon", "layers/mlp/input/bias": "adam"}
+    shape = {"layers": {"mlp": {"input": {"kernel": (3, 4, 8), "bias": (3, 8)}}}}
+    shape |= {"token_embedding": {"embedding": (6, 4)}, "position_embedding": {"embedding": (3, 4)}}
+    shape |= {"layers_0": TREE["layers_0"], "head": {"kernel": (4, 6)}}
+    sizes = {3: np.array([1.0, 1e-3, 30.0])}  # of the layers' gradients
+    config = OptimConfig(
+        optimizer="muon", momentum=0.7, b1=0.8, b2=0.95, eps=1e-6, learning_rate=0.01, clip_norm=None, warmup_steps=0,
+        muon_embeddings=of_tables, rotation=RotationConfig(seed=0),
+    )  # fmt: skip
+
+    def gradients(seed):
+        def draw(shape):
+            size = sizes.get(shape[0], np.ones(1)).reshape(-1, *(1,) * (len(shape) - 1))
+            return (size * np.random.default_rng([seed, *shape]).normal(size=shape)).astype(np.float32)
+
+        return jax.tree.map(draw, shape, is_leaf=lambda x: isinstance(x, tuple))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def updates(optimizer, seen):
+        state = optimizer.init(seen[0])
+        for gradient in seen:
+            found, state = optimizer.update(gradient, state, seen[0])
+        return found
+
+    seen = [gradients(seed) for seed in range(3)]
+    rate = optax.scale_by_schedule(lambda t: -learning_rate_schedule(config, 10)(t))
+    own = {"adam": ADAM, "muon": optax.chain(MUON, optax.scale(-1.0))}
+    own["orthoadam"] = optax.chain(rotate(ROTATION), ADAM, unrotate(ROTATION))
+    labels = {path: of_tables or "adam" for path in by_path(seen[0])}
+    labels |= {"layers_0/mlp/input/kernel": "muon", "head/kernel": of_tables or "muon"}
+    labels |= {"layers_0/mlp/input/bias": "adam", "layers_0/mlp_norm/scale": "adam"} | stacked
+    found = by_path(updates(optimizer_of(config, 10), seen))
+    for path, name in labels.items():
+        leaves = [by_path(gradient)[path] for gradient in seen]
+        layers = zip(*leaves, strict=True) if path in stacked else [leaves]
+        alone = optax.chain(own[name], rate)
+        # Under their own path, which some rules read.
+        trees = ([functools.reduce(lambda t, key: {key: t}, path.split("/")[::-1], x) for x in of] for of in layers)
+        wanted = [by_path(updates(alone, seen_alone))[path] for seen_alone in trees]
+        wanted = np.stack(wanted) if path in stacked else wanted[0]
+        tolerances = {"rtol": 1e-4, "atol": 1e-7} if path in stacked else {"rtol": 1e-6, "atol": 1e-8}
+        np.testing.assert_allclose(found[path], wanted, **tolerances, err_msg=f"{path} by {name}")
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(evaluated):
+    params, metrics = evaluated
+    # The scales of quantisation are taken over a batch.
+    smaller = evaluate(loaded(replace(TWO_LAYERS, {"eval.batch_size": 2}), params), inputs(), settings={})
+    assert smaller.keys() == {key for key in metrics if not key.startswith("perplexity_")}
+    for key, value in smaller.items():
+        assert value == pytest.approx(metrics[key], rel=2e-5), key
