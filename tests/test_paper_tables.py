@@ -13,8 +13,8 @@ from orthojax.config import Config, replace
 from orthojax.errors import UserError
 from orthojax.experiments.base import LANGUAGE_MODEL, config
 from orthojax.experiments.claims import judge
+from orthojax.experiments.from_attention import models, tables
 from orthojax.experiments.from_attention import models as paper
-from orthojax.experiments.from_attention import tables
 from orthojax.experiments.running import run_study
 from orthojax.experiments.study import Given, results_of
 from orthojax.model import parameter_count
@@ -305,3 +305,10 @@ def test_rows_of_ablation_are_what_their_names_say():
         parts = (optimizer, run.model.norm, run.model.position, "biases" * run.model.use_bias, run.model.normalizer)
         assert name == "_".join(filter(None, parts))
     assert runs["sgd_momentum_rmsnorm_single_learned_softmax1"] == config("paper/ablation_130m_sgd")
+
+
+@pytest.mark.parametrize(("name", "coarse", "fine"), [("gpt2_60m_512", 0.53, 0.07), ("gpt2_130m_1024", 0.41, 0.07)])
+def test_corrected_misprints_have_the_differences_of_the_print(name, coarse, fine):
+    row = models.TABLE_6[f"{name}_cured"]
+    assert row["perplexity_int8_coarse"] - row["perplexity"] == pytest.approx(coarse, abs=1e-6)
+    assert row["perplexity_int8_fine"] - row["perplexity"] == pytest.approx(fine, abs=1e-6)

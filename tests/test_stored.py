@@ -259,3 +259,12 @@ def test_another_tokenizer_beside_a_run_is_left_out_and_named(tmp_path, capsys):
         _tokenizer(folder, replace(TINY, {"data.tokenizer": "bytes"})).sha256 == ByteTokenizer().sha256
     )  # which the config names
     assert f"{tmp_path / 'run/tokenizer.json'} is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["n_bytes", "n_documents", "eos_id", "bos_id", "vocab_size"])
+def test_a_digit_of_a_sidecar_is_not_believed(field, tmp_path):
+    write_sidecar(tmp_path / "t.json")
+    values = json.loads((tmp_path / "t.json").read_text())
+    write_text(tmp_path / "t.json", json.dumps(values | {field: values[field] + 1}))
+    with pytest.raises(UserError, match="were changed since they were written"):
+        open_token_file(tmp_path / "t.bin")
