@@ -438,32 +438,65 @@ def no_perplexity_lost(says: str, after: str, before: str, **more: Any) -> Claim
     return Claim(says, PPL[after] / PPL[before] - 1 <= 0.01, **more)
 
 
+def _log_ratios(after: Result, before: Result, metric: Quantity) -> dict[int, float]:
+    return {seed: math.log(a / b) for seed, (a, b) in pairs(after, before, metric).items()}
+
+
 def equivalent(
-    says: str, after: str, before: str, margin: float = 0.01, beside: tuple[str, str] | None = None, **more: Any
+    says: str,
+    after: str,
+    before: str,
+    margin: float = 0.01,
+    beside: tuple[str, str] | None = None,
+    metric: Quantity = PPL,
+    **more: Any,
 ) -> Claim:
-    """Returns the claim that perplexity is the same within a margin, by two one-sided t-tests paired by seed.
+    """Returns the claim that a metric is the same within a margin, by two one-sided t-tests paired by seed.
 
     Definition: the 90% confidence interval of the mean of ln(after / before), minus that of the pair `beside` if it is
     given, lies within +-ln(1 + margin), so that each of the tests has a level of 5%. Too few or too scattered seeds do
     not show equivalence.
     """
 
-    def changes(after: Result, before: Result) -> dict[int, float]:
-        return {seed: math.log(a / b) for seed, (a, b) in pairs(after, before, PPL).items()}
-
     def within(after: Result, before: Result, *others: Result) -> bool:
         from scipy import stats  # here, because it takes a second to import
 
-        change, other = changes(after, before), changes(*others) if others else {}
+        change, other = _log_ratios(after, before, metric), _log_ratios(*others, metric) if others else {}
         logs = [value - other.get(seed, 0.0) for seed, value in change.items() if not others or seed in other]
         if len(logs) < 2:
             return False
         low, high = stats.ttest_1samp(logs, 0.0).confidence_interval(0.90) if np.ptp(logs) else (logs[0], logs[0])
         return bool(-math.log1p(margin) < low and high < math.log1p(margin))
 
-    of = f"perplexity from {before} to {after}" + (f" over that from {beside[1]} to {beside[0]}" if beside else "")
+    of = f"{metric.name} from {before} to {after}" + (f" over that from {beside[1]} to {beside[0]}" if beside else "")
     words = f"90% interval of the change of {of}, paired by seed, within {100 * margin:g}%"
-    return Claim(says, check(within, after, before, *(beside or ()), words=words, shows=(PPL,)), **more)
+    return Claim(says, check(within, after, before, *(beside or ()), words=words, shows=(metric,)), **more)
+
+
+def significantly_lower(
+    says: str, after: str, before: str, metric: Quantity = PPL, family: Sequence[Quantity] = (), **more: Any
+) -> Claim:
+    """Returns the claim that the mean of ln(after / before) is below 0, by a two-sided t-test paired by seed at 5%.
+
+    The p-value is adjusted by Holm's method for the metrics of `family`, of which `metric` is one.
+    """
+    family = tuple(family) or (metric,)
+
+    def holds(after: Result, before: Result) -> bool:
+        from scipy import stats  # here, because it takes a second to import
+
+        logs = {of: list(_log_ratios(after, before, of).values()) for of in family}
+        if len(logs[metric]) < 2:
+            return False
+        p_values = {of: float(stats.ttest_1samp(values, 0.0).pvalue) for of, values in logs.items()}
+        # Holm: the k-th smallest of m counts m + 1 - k times, and none is below a smaller one's.
+        ordered = sorted(p_values.values())
+        adjusted = max((len(ordered) - k) * p for k, p in enumerate(ordered) if p <= p_values[metric])
+        return bool(np.mean(logs[metric]) < 0 and adjusted < 0.05)
+
+    words = f"t-test of ln({metric.name} of {after} / {metric.name} of {before}), paired by seed: below 0, p < 0.05"
+    words += f", Holm's correction for {len(family)} metrics" if len(family) > 1 else ""
+    return Claim(says, check(holds, after, before, words=words, shows=(metric,)), **more)
 
 
 def loses_less(setting: str, says: str, after: str, before: str, **more: Any) -> Claim:

@@ -344,4 +344,39 @@ RATES = Study(
     claims=[_best_is_inside(name) for name in _SINK_RATES],
 )  # fmt: skip
 
-STUDIES = (BREAKS, PREVENTIONS, PARTS, SINKS, COSTS, RATES)
+# Steps of Muon with OrthoAdam and sinks in the time of Adam's 4,000 with sinks, by `preventions_costs`: 1.03 / 1.54.
+_STEPS_IN_ADAMS_TIME = 2675
+_A, _B = "adam_sinks", "muon_orthoadam_sinks"
+_W4A4 = Metric("perplexity_w4a4")
+_SECONDARY = [c.PPL, *(Metric(f"perplexity_{name}") for name in (c.COARSE, "nvfp4", "mxfp4"))]
+
+EQUAL_TIME = Study(
+    name="preventions_equal_time",
+    title="Learned sinks with Adam, and with Muon and OrthoAdam, in the same time",
+    runs=lambda scale: {_A: recipes()[_A], _B: replace(recipes()[_B], {"train.steps": _STEPS_IN_ADAMS_TIME})},
+    seeds=tuple(range(301, 313)),  # used in no comparison
+    measures=(ROUNDED,),
+    rounding=False,
+    note="The setting of `preventions`, whose two candidates for the first choice take the same time on two CPU cores: "
+    "Adam 4,000 steps, Muon with OrthoAdam on the embeddings 2,675, its schedule shortened. Rates are those that "
+    "`preventions_tuning` chose without sinks for 4,000 steps, both inside of their grids. Primary is perplexity after "
+    "w4a4; at the spread of `preventions_time` twelve seeds can show that it is the same within 1.5%. Criteria were "
+    "committed before any run.",
+    columns=["perplexity", *(Metric(f"perplexity_{name}") for name in FORMATS), c.lost(c.COARSE), c.lost("w4a4"),
+             c.WORST],
+    tables=[Paired("Changes from Adam, paired by seed", _A, _B, [_W4A4, *_SECONDARY])],
+    claims=[
+        c.equivalent("Primary: after w4a4 both have the same perplexity, within 1.5%.", _B, _A, 0.015, metric=_W4A4),
+        c.significantly_lower("Primary: Muon with OrthoAdam has the lower perplexity after w4a4.", _B, _A, _W4A4),
+        c.significantly_lower("Primary: Adam has the lower perplexity after w4a4.", _A, _B, _W4A4),
+        *(c.significantly_lower(f"Secondary: {who} has the lower {metric.label}.", *pair, metric, _SECONDARY)
+          for metric in _SECONDARY for who, pair in (("Muon with OrthoAdam", (_B, _A)), ("Adam", (_A, _B)))),
+    ],
+    pictures=[
+        Dots("decision", "Perplexity after rounding to each format, after equal times. Each dot is a seed, numbers are "
+             "means; green is within 1% of the lowest.",
+             dict(zip(("w4a4", "float", "int8, coarse", "NVFP4", "MXFP4"), (_W4A4, *_SECONDARY), strict=True))),
+    ],
+)  # fmt: skip
+
+STUDIES = (BREAKS, PREVENTIONS, PARTS, SINKS, COSTS, RATES, EQUAL_TIME)
