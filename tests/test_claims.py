@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from orthojax.config import Config
 from orthojax.experiments import claims as c
@@ -245,6 +246,31 @@ def test_equal_perplexity_needs_an_interval_within_the_margin(spread, shift, hol
     judged = c.judge(claim, made_up(vanilla=vanilla, cured=cured))
     assert judged.verdict == ("holds" if holds else "does not hold")
     assert c.judge(claim, made_up(vanilla=vanilla[:1], cured=cured[:1])).verdict != "holds"
+
+
+def test_a_lower_metric_needs_its_t_test_after_holms_correction():
+    """The t quantiles and Holm's adjusted p-values are those of scipy's distribution and of the definition."""
+    rng = np.random.default_rng(0)
+    before = {name: rng.uniform(10, 20, 6) for name in "xyz"}
+    noise = np.linspace(-1, 1, 6)
+    error = np.std(noise, ddof=1) / np.sqrt(6)
+    logs = {name: 0.01 * (noise - shift * error) for name, shift in (("x", 6.0), ("y", 2.8), ("z", 0.1))}
+    sides = {"before": before, "after": {name: before[name] * np.exp(logs[name]) for name in "xyz"}}
+    rows = made_up(**{side: [{n: v[i] for n, v in of.items()} for i in range(6)] for side, of in sides.items()})
+    t = {name: np.mean(of) / (np.std(of, ddof=1) / np.sqrt(6)) for name, of in logs.items()}
+    p = {name: 2 * stats.t.sf(abs(of), 5) for name, of in t.items()}
+    assert 3 * p["x"] < 0.05 < 2 * p["y"] < 0.1 < p["z"]
+    family = [Metric(name) for name in "xyz"]
+
+    def holds(name, among, after="after", before="before", rows=rows):
+        return c.judge(c.significantly_lower("", after, before, Metric(name), among), rows).verdict == "holds"
+
+    assert [holds(name, ()) for name in "xyz"] == [True, True, False]
+    assert [holds(name, family) for name in "xyz"] == [True, False, False]
+    assert [holds(name, family[:2]) for name in "xy"] == [True, True]  # the largest of a family counts once
+    assert not holds("x", family, after="before", before="after")
+    one = made_up(before=[{"x": 10.0}], after=[{"x": 1.0}])
+    assert not holds("x", (), rows=one)
 
 
 MASS, KURTOSIS = Metric("first_attention_mass"), Metric("kurtosis_rest")
