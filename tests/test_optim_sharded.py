@@ -214,6 +214,29 @@ def test_zero1_splits_moments_over_data(kind, mesh_kind, x64):
     assert collectives(hlo) == [("all-gather", 8 * n) for n in (16, 64, 4 * 16 * 24)]
 
 
+@pytest.mark.parametrize("mesh_kind", [AUTO, EXPLICIT])
+def test_by_layers_splits_haar_bases_for_one_exchange_each_way(mesh_kind, x64):
+    """A device has the bases of its own layers; updates are those of one device, shards travel there and back once."""
+    arrays = {  # shape, sharding of the parameter and of its moments
+        "layers/kernel": ((8, 16, 24), P(None, None, ("tensor", "fsdp")), P(("tensor", "fsdp"))),
+        "odd/kernel": ((3, 16, 24), P(None, None, "fsdp"), P(None, None, "fsdp")),
+        "embedding": ((24, 16), P("fsdp"), P("fsdp")),
+        "norm/scale": ((8, 16), P(None, "fsdp"), P(None, "fsdp")),
+    }
+    mesh = make_mesh((1, 4, 2), mesh_kind)
+    trees, shardings = problem(mesh, {path: pair[:2] for path, pair in arrays.items()})
+    rotation = Rotation("haar", axes=16)
+    want, _, _ = run(orthoadam(1e-2, rotation=rotation), trees)
+    moments = optim.by_layers(rotation, jax.tree.map(jnp.asarray, trees[0]), shardings)
+    assert moments == problem(mesh, {path: (shape, spec) for path, (shape, _, spec) in arrays.items()})[1]
+    optimizer = orthoadam(1e-2, rotation=Rotation("haar", axes=16, layout=layout_of(moments)))
+    got, state, hlo = run(optimizer, trees, shardings, moments)
+    assert_close(got, want, 1e-12)
+    assert state[0].basis["layers"]["kernel"]["basis_0"].addressable_shards[0].data.shape == (1, 16, 16)
+    assert state[0].basis["odd"]["kernel"]["basis_0"].sharding.is_fully_replicated
+    assert collectives(hlo) == [("all-to-all", 8 * 8 * 16 * 24 // 8)] * 2
+
+
 @slow
 @pytest.mark.parametrize(("mesh_kind", "kind"), [(AUTO, "haar"), (AUTO, "signed_permutation"), (EXPLICIT, "hadamard")])
 def test_groups_and_indivisible_axes(mesh_kind, kind, x64):

@@ -8,6 +8,7 @@
 
 from orthojax.optim.axes import RotatedAxes as RotatedAxes
 from orthojax.optim.axes import generic_axes as generic_axes
+from orthojax.optim.layout import by_layers as by_layers
 from orthojax.optim.layout import layout_of as layout_of
 from orthojax.optim.layout import state_shardings as state_shardings
 from orthojax.optim.layout import zero1 as zero1

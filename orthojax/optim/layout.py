@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from orthojax.ops.packing import Packed
-from orthojax.optim.rotation import Rotation, leaf_path, leaf_paths, plan_tree
+from orthojax.optim.rotation import Rotation, leaf_path, leaf_paths, noting_bases, plan_tree
 
 Names = Sequence[tuple[str, ...]]  # the mesh axes that each dimension is sharded over
 
@@ -68,11 +68,17 @@ def axes_width(sharding: NamedSharding, axes: Sequence[int]) -> int:
     return math.prod(sharding.mesh.shape[name] for axis in axes for name in names[axis])
 
 
-def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: Any, sharding: NamedSharding) -> Any:
+def over_shards(
+    local_fn: Callable[[Any, Any, Names], Any],
+    x: Any,
+    constants: Any,
+    sharding: NamedSharding,
+    of_stack: Sequence[int] = (),
+) -> Any:
     """Calls `local_fn(shard, constants, mesh axes of each dimension)` on every device's shard; the result is like x.
 
-    `x` is an array or a tuple of arrays of one shape, which `sharding` divides evenly; every device gets all of the
-    tree `constants`.
+    `x` is an array or a tuple of arrays of one shape, which `sharding` divides evenly. Every device gets all of the
+    tree `constants`, or if their first dimensions are the dimensions `of_stack` of x, the part for its own ones.
     """
     first = jax.tree.leaves(x)[0]
     mesh, names = sharding.mesh, _dimension_names(sharding, first.ndim)
@@ -80,13 +86,13 @@ def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: A
     # A traced sharding shows Explicit axes only: others stay the compiler's, and a vmap may have taken some.
     traced = explicit and isinstance(first, jax.core.Tracer)
     manual = {name for over in names for name in over} if traced else set(mesh.axis_names)
-    whole = NamedSharding(mesh, PartitionSpec())
-    constants = jax.tree.map(lambda c: c if known_sharding(c) is None else place(c, whole), constants)
-    spec = PartitionSpec(*(over or None for over in names))
+    spec, held = (PartitionSpec(*(over or None for over in of)) for of in (names, [names[d] for d in of_stack]))
+    there = NamedSharding(mesh, held)
+    constants = jax.tree.map(lambda c: c if known_sharding(c) is None else place(c, there), constants)
     mapped = jax.shard_map(
-        lambda shard, whole: local_fn(shard, whole, names),
+        lambda shard, constants: local_fn(shard, constants, names),
         mesh=mesh,
-        in_specs=(spec, PartitionSpec()),
+        in_specs=(spec, held),
         out_specs=spec,
         axis_names=manual,
     )
@@ -94,7 +100,10 @@ def over_shards(local_fn: Callable[[Any, Any, Names], Any], x: Any, constants: A
 
 
 def local_slice(constant: Any, stacked: Sequence[int], shape: Sequence[int], names: Names) -> Any:
-    """Returns the part of a constant [*lengths of the whole stacked axes, ...] for a shard of `shape`."""
+    """Returns the part of a constant [*lengths of the stacked axes, ...] for a shard of `shape`.
+
+    `names` are the mesh axes over which each dimension of the shard is split and the constant is not.
+    """
     for axis, dimension in enumerate(stacked):
         over, length = names[dimension], shape[dimension]
         if over:
@@ -199,10 +208,30 @@ def zero1(rotation: Rotation, params: optax.Params, shardings: Any, axis: str = 
     return jax.tree_util.tree_map_with_path(split, params, shardings)
 
 
+def by_layers(rotation: Rotation, params: optax.Params, shardings: Any) -> Any:
+    """Shards the moments of stacked parameters over their layers only, and with them the bases of `haar`.
+
+    A device then holds the bases of its own layers instead of all, for one exchange of the gradient's shards and one of
+    the update's. Arguments and result are as for `zero1`; a parameter whose layers do not divide stays as it is.
+    """
+    plans = iter(plan_tree(rotation, params).parameters)
+
+    def move(keys: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        mesh, plan = _require_named(keys, sharding).mesh, next(plans)
+        over = sum(_dimension_names(sharding, len(leaf.shape)), ())
+        width = math.prod(mesh.shape[name] for name in over)
+        if not (plan.groups and plan.stacked and leaf.shape[plan.stacked[0]] % width == 0):
+            return sharding
+        return _canonical(mesh, [over if d == plan.stacked[0] else () for d in range(len(leaf.shape))])
+
+    return jax.tree_util.tree_map_with_path(move, params, shardings)
+
+
 def state_shardings(optimizer: optax.GradientTransformation, params: optax.Params, shardings: Any) -> Any:
     """Returns shardings of an optimizer's state: moments are sharded like their parameter, the rest is replicated.
 
-    The rest includes the bases of `haar`, the step count, and factored moments, whose shape is not the parameter's.
+    The rest includes the step count, and factored moments, whose shape is not the parameter's. The bases of `haar` are
+    sharded as the layers of the moments, see `by_layers`.
 
     `params` and `shardings` are as for `zero1`, whose result may be the shardings. The result is a tree like the state,
     for the `out_shardings` of a jitted init and step, or for `jax.device_put`.
@@ -240,12 +269,23 @@ def state_shardings(optimizer: optax.GradientTransformation, params: optax.Param
         like = moment.shape == jnp.shape(param)
         return _canonical(mesh, _dimension_names(sharding, len(moment.shape))) if like else everywhere(moment)
 
+    with noting_bases() as bases:
+        state = jax.eval_shape(optimizer.init, params)
+    of_path = dict(zip(leaf_paths(params), jax.tree.leaves(shardings), strict=True))
+
+    def of_other(keys: tuple[Any, ...], x: Any) -> NamedSharding:
+        plan = bases.get(leaf_path(keys))
+        if plan is None or plan.path not in of_path:
+            return everywhere(x)
+        names = _dimension_names(of_path[plan.path], len(plan.shape))
+        return _canonical(mesh, [*(names[d] for d in plan.stacked), (), ()])
+
     return optax.tree.map_params(
         optimizer,
         of_moment,
-        jax.eval_shape(optimizer.init, params),
+        state,
         params,
         shardings,
-        transform_non_params=lambda subtree: jax.tree.map(everywhere, subtree),
+        transform_non_params=lambda subtree: jax.tree_util.tree_map_with_path(of_other, subtree),
         is_leaf=lambda x: isinstance(x, optax.MaskedNode | Packed),
     )

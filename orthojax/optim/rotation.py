@@ -1,6 +1,8 @@
 """The basis of every parameter: decided only from its path, shape and dtype, then drawn or hashed."""
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -8,7 +10,7 @@ import re
 import typing
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from orthojax.errors import UserError
 from orthojax.formatting import align
@@ -361,7 +364,26 @@ def _draw_haar(rotation: Rotation, plan: Plan, group: Group, dtype: Any) -> jax.
         bits = jax.pure_callback(draw, jax.ShapeDtypeStruct((*shape, words), np.uint32))
         return jax.lax.bitcast_convert_type(bits if words > 1 else bits[..., 0], dtype)
 
-    return drawn()
+    basis, given = drawn(), rotation.layout(plan.path) if rotation.layout else None
+    if isinstance(given, NamedSharding) and isinstance(basis, jax.core.Tracer):
+        # From the device of the callback to all, before a part: in one step XLA warns.
+        everywhere = NamedSharding(given.mesh, PartitionSpec())
+        is_explicit = AxisType.Explicit in given.mesh.axis_types
+        basis = (jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint)(basis, everywhere)
+    return basis
+
+
+_noted: contextvars.ContextVar[dict[str, Plan] | None] = contextvars.ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noting_bases() -> Iterator[dict[str, Plan]]:
+    """Notes the plan of every basis that an init makes, by path: the state itself holds only arrays."""
+    token = _noted.set(noted := {})
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
 
 
 def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
@@ -381,6 +403,8 @@ def init_basis(rotation: Rotation, params: optax.Params) -> tuple[Any, Any]:
             *parents, basis = _basis_path(of_leaf.path, i)
             node = functools.reduce(lambda node, part: node.setdefault(part, {}), parents, found)
             node[basis] = _draw_haar(rotation, of_leaf, group, wide_dtype(leaf))
+            if (noted := _noted.get()) is not None:
+                noted["/".join([*parents, basis])] = of_leaf
     return found or jnp.zeros((), jnp.float32), named
 
 

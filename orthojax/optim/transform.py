@@ -72,12 +72,15 @@ def _rotate_shard(
 ) -> jax.Array:
     """Applies Q, or Q^T, to a shard inside `layout.over_shards`, or to a parameter outside; in at least float32.
 
-    `plan` and `constants` are those of the whole parameter; `names` are the mesh axes of each dimension.
+    `plan` and `constants` are those of the whole parameter, but matrices those of the layers in the shard; `names` are
+    the mesh axes of each dimension.
     """
     y = x.astype(wide_dtype(x))
-    for group, whole in zip(plan.groups, constants, strict=True):
+    for group, held in zip(plan.groups, constants, strict=True):
         moved, over, back = layout.gather_axes(y, group.axes, plan.stacked, names)
-        mine = tuple(layout.local_slice(c, plan.stacked, moved.shape, over) for c in whole)
+        if kind == "haar":
+            over = [after[len(before) :] for after, before in zip(over, names, strict=True)]
+        mine = tuple(layout.local_slice(c, plan.stacked, moved.shape, over) for c in held)
         y = back(_rotate_group(moved, plan, group, kind, mine, transpose))
     return y.astype(x.dtype)
 
@@ -90,7 +93,7 @@ def _rotate_sharded(
     def local(shard: jax.Array, constants: Any, names: layout.Names) -> jax.Array:
         return _rotate_shard(shard, plan, kind, constants, names, transpose)
 
-    return layout.over_shards(local, x, constants, sharding)
+    return layout.over_shards(local, x, constants, sharding, plan.stacked if kind == "haar" else ())
 
 
 def _rotate_leaf(rotation: Rotation, plan: Plan, leaf: Any, basis: Any, *, transpose: bool, like: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orthojax.config import Config, ModelConfig, OptimConfig
 from orthojax.errors import UserError
 from orthojax.model import LinearFunction, plain_product
-from orthojax.optim import Rotation, leaf_path, zero1
+from orthojax.optim import Rotation, by_layers, leaf_path, zero1
 from orthojax.train.optimizer import make_rotation
 
 AXES = ("data", "fsdp", "tensor")
@@ -161,11 +161,14 @@ def parameter_shardings(model: ModelConfig, shapes: Any, mesh: Mesh) -> Any:
 
 
 def moment_shardings(optim: OptimConfig, shapes: Any, shardings: Any) -> Any:
-    """Returns shardings of the optimizer's moments: those of the parameters, also split over `data` (ZeRO stage 1)."""
-    if jax.tree.leaves(shardings)[0].mesh.shape["data"] == 1:
-        return shardings
+    """Returns shardings of the optimizer's moments: those of the parameters, also split over `data` (ZeRO stage 1).
+
+    With the matrices of `haar`, which are as large as kernels, moments and matrices are split by layers.
+    """
     rotation = make_rotation(optim.rotation) if optim.has_rotation else Rotation("identity")
-    return zero1(rotation, shapes, shardings)
+    if jax.tree.leaves(shardings)[0].mesh.shape["data"] > 1:
+        shardings = zero1(rotation, shapes, shardings)
+    return by_layers(rotation, shapes, shardings) if rotation.kind == "haar" else shardings
 
 
 def on_rows(function: LinearFunction) -> LinearFunction:
