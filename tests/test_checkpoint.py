@@ -159,12 +159,14 @@ def test_resuming_with_other_numbers_data_or_a_damaged_config_is_refused(copy, c
 
 
 @pytest.mark.parametrize("item", ["config", "data", "checksums"])
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", None])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", None, "no folder"])
 def test_a_damaged_json_item_is_named(copy, item, content):
     step = find_checkpoint(copy)
     path = step / item / "metadata"
     path.unlink()
-    if content is not None:
+    if content == "no folder":  # as a checkpoint of another program has none
+        shutil.rmtree(path.parent)
+    elif content is not None:
         path.write_bytes(content)
     read = {"config": training.read_config, "checksums": read_params}
     read["data"] = lambda step: training.read_json_item(step, "data")

@@ -81,10 +81,14 @@ def restore(folder, config, sizes):
     "kind", ["haar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adam", "hadamard"))]
 )
 @pytest.mark.parametrize("sizes", [pytest.param(s, marks=[pytest.mark.slow] * (s == MESHES[1])) for s in MESHES])
-def test_a_state_is_restored_onto_another_mesh(saved, kind, sizes):
+def test_a_state_is_restored_onto_another_mesh_and_back(saved, kind, sizes, tmp_path):
     home, states = saved
     config = replace(CONFIG, KINDS[kind])
-    assert bits(restore(home / kind / "checkpoints", config, sizes)) == bits(states[kind])
+    state = restore(home / kind / "checkpoints", config, sizes)
+    assert bits(state) == bits(states[kind])
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(state, config, {})
+    assert bits(restore(tmp_path, config, (2, 2, 2))) == bits(states[kind])
     assert kind != "haar" or any("basis" in path for path in by_path(states[kind].opt_state))
 
 

@@ -113,11 +113,13 @@ REFUSED = {
     "override without dashes": ("train", ["learning_rate=3"], ["did you mean --config.optim.learning_rate=...?"]),
     "field without its group": ("train", ["--steps", "20"], ["did you mean --config.train.steps=...?"]),
     "two positional arguments": ("inspect_checkpoint", ["a", "b"], ["2 arguments", "a checkpoint folder"]),
+    "no positional argument": ("inspect_checkpoint", [], ["0 arguments", "a checkpoint folder"]),
     # What fields may be is in tests/test_config.py.
     "mistyped field": ("train", ["--config.model.d_modle=8"], ["model.d_modle", "model.d_model"]),
     "override without a value": ("train", ["--config.train.steps"], ["--config.train.steps", "VALUE"]),
     "override without a config": ("evaluate", ["--config.train.steps=3"], ["config"]),
     "a flag file that is no text": ("train", ["--flagfile=binary"], ["--flagfile cannot be read"]),
+    "no flag file": ("train", ["--flagfile=nowhere"], ["--flagfile", "nowhere", "allowed: a UTF-8 file"]),
     "an empty config": ("train", ["--config=", "--workdir=new"], ["--config= is empty"]),
     "an empty workdir": ("train", [*SMALL_RUN, "--workdir="], ["--workdir= is empty"]),
     "an empty list": ("analyze", ["--model=run", "--text="], ["--text= is empty"]),
@@ -149,6 +151,7 @@ REFUSED = {
     # Wrong files; tests/test_data_refused.py has more of the data.
     "vocabulary larger than the model": (
         "train", [*SMALL_RUN, "--workdir=new", "--config.model.vocab_size=100"], ["vocab_size=100", "258"]),
+    "workdir that is a file": ("train", [*SMALL_RUN, "--workdir=text.txt"], ["text.txt is a file"]),
     "workdir of another config": ("train", [*SMALL_RUN, "--workdir=run", "--config.optim.b1=0.5"], ["run", "optim.b1"]),
 }  # fmt: skip
 ADDRESSED = {

@@ -55,8 +55,11 @@ def test_fields_that_must_agree_change_together():
     refusal(replace, Config(), {"model.d_model": "6"})
     config = replace(Config(), {"data.kind": "text", "data.paths": "a,b"})
     assert config.data.paths == ("a", "b")
-    per_layer = {"model.num_layers": 2, "model.mlp": "relu, none,", "model.scan_layers": "false"}
-    assert replace(Config(), per_layer).model.layer_mlp(1) == "none"
+    assert replace(config, {"data.kind": "embedded", "data.paths": ""}).data.paths == ()
+    per_layer = {"model.num_layers": 2, "model.mlp": "relu, none,", "model.scan_layers": "False"}
+    model = replace(Config(), per_layer | {"model.attention": "true,false", "model.gated_attention": "true"}).model
+    assert (model.mlp, model.attention, model.gated_attention) == (("relu", "none"), (True, False), True)
+    assert replace(Config(), per_layer | {"model.num_layers": 1, "model.mlp": "relu,"}).model.mlp == ("relu",)
 
 
 BAD_OVERRIDES = [
@@ -68,7 +71,9 @@ BAD_OVERRIDES = [
     # types
     *(("model.d_model", value, "model.d_model=") for value in ("wide", "1e400", 12.5, True, None, "1\n2\n3\n4")),
     *(("model.d_model", value, "model.d_model=") for value in ("1.5", "", "true")),
-    ("optim.b1", "fast", "a number"),
+    *(("optim.b1", value, "a number") for value in ("fast", "")),
+    *((path, "", f"{path}=''") for path in ("model.remat", "model.position")),
+    *(("model.attention", "true,maybe", "true | false"), ("model.num_kv_heads", "nothing", "none")),
     *(("model.remat", "1", "true"), ("model.mlp", "RELU", "mlp='RELU'"), ("model.mlp", "relu;gelu", "model.mlp")),
     *(("model.use_bias", 1, "true | false"), ("optim.clip_norm", "big", "none")),
     *(("data.paths", ["a.txt"], "comma-separated"), ("optim.optimizer", "ortoadam", "'orthoadam'")),

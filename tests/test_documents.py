@@ -14,6 +14,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from absl import flags
 from flax import nnx
@@ -60,7 +61,12 @@ def test_optimizers_of_the_guide_are_equal():
     whole, _ = names["optimizer"].update(grads, names["optimizer"].init(params), params)
     chained, _ = names["from_parts"].update(grads, names["from_parts"].init(params), params)
     assert jnp.allclose(chained["kernel"], whole["kernel"], atol=1e-7)
-    lion, _ = names["lion"].update(grads, names["lion"].init(params), params)  # test_optim_inner.py has its numbers
+    undecayed = orthojax.orthoadam(1e-3, rotation=names["r"])
+    assert not jnp.allclose(undecayed.update(grads, undecayed.init(params))[0]["kernel"], whole["kernel"], atol=1e-6)
+    plain = optax.lion(1e-4)
+    lion, unrotated = (of.update(grads, of.init(params), params)[0] for of in (names["lion"], plain))
+    assert not jnp.allclose(lion["kernel"], unrotated["kernel"], rtol=1e-2)
+    assert np.linalg.norm(lion["kernel"]) == pytest.approx(np.linalg.norm(unrotated["kernel"]), rel=0.1)
     assert (lion["kernel"] * grads["kernel"]).sum() < 0  # downhill
 
 

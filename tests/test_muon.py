@@ -273,7 +273,10 @@ test_refused = refused(
 
 ROTATION = Rotation(axes=D)
 WRAPPED = {
+    "chain": lambda: optax.chain(optax.clip(1e9), muon_orthoadam(0.1, rotation=ROTATION)),
     "masked": lambda: optax.masked(muon_orthoadam(0.1, rotation=ROTATION), lambda p: jax.tree.map(lambda _: True, p)),
+    "apply_if_finite": lambda: optax.apply_if_finite(muon_orthoadam(0.1, rotation=ROTATION), 3),
+    "MultiSteps": lambda: optax.MultiSteps(muon_orthoadam(0.1, rotation=ROTATION), 2).gradient_transformation(),
     "inject_hyperparams": lambda: optax.inject_hyperparams(muon_orthoadam)(0.1, rotation=ROTATION),
 }
 
@@ -285,7 +288,8 @@ def test_wrapped_it_steps_as_plain(name):
     states = [optimizer.init(params) for optimizer in (plain, wrapped)]
     for seed in range(2):
         wanted, states[0] = jax.jit(plain.update)(drawn(seed), states[0], params)
-        found, states[1] = jax.jit(wrapped.update)(drawn(seed), states[1], params)
+        for _ in range(2 if name == "MultiSteps" else 1):
+            found, states[1] = jax.jit(wrapped.update)(drawn(seed), states[1], params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, wanted)
 
 
