@@ -80,6 +80,7 @@ def loss_sum_nats(
     penalty: float = 0.0,
     observe: Callable[[Taps], Any] | None = None,
     packed: bool = False,  # tokens are then int [B, 2 (T + 1)], see `orthojax.data.PackedBatches`
+    head_params: Any = None,  # in place of `params` for the head
 ) -> tuple[Any, ...]:
     """Computes the summed loss and the number of target tokens, of positions that count: see `split_tokens`.
 
@@ -98,7 +99,7 @@ def loss_sum_nats(
     B, T = inputs.shape
     count = jnp.sum(jnp.broadcast_to(counted, targets.shape))
     positions = positions_at_once(B, T, model.config.vocab_size, chunk_positions, logits_dtype or jnp.float32)
-    head = model.head_kernel(params)
+    head = model.head_kernel(head_params or params)
     whole = head is None or (positions == T and logits_dtype is None)
     observe = (lambda taps: activation_penalty(taps.residual)) if penalty else observe
     options: Any = {"interventions": interventions, "observe": observe, "head": whole, "segment_ids": segment_ids}
@@ -332,7 +333,7 @@ def _build(
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = Transformer(model_config, linear=products if mesh is None else on_rows(products))
     if mesh is None:
-        optimizer, shardings = make_optimizer(optim, schedule=schedule), None
+        optimizer, shardings, table_at = make_optimizer(optim, schedule=schedule), None, None
     else:
         shapes = parameter_shapes(model_config)
         params = parameter_shardings(model_config, shapes, mesh)
@@ -340,6 +341,7 @@ def _build(
         # The moments' layout moves with the mesh, the bases of the rotation do not.
         optimizer = make_optimizer(optim, schedule=schedule, layout=layout_of(moments))
         whole: Any = NamedSharding(mesh, PartitionSpec())
+        table_at = params["token_embedding"]["embedding"].spec
         shardings = TrainState(whole, params, state_shardings(optimizer, shapes, moments))
 
     def init(key: jax.Array) -> TrainState:
@@ -348,10 +350,13 @@ def _build(
             return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     def loss_sum(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
-        if gather_table:
-            table = params["token_embedding"]["embedding"].astype(model_config.dtype)
-            params = params | {"token_embedding": {"embedding": constrain(table, PartitionSpec("tensor"))}}
-        return loss_sum_nats(trained, params, tokens, logits_dtype=logits_dtype, penalty=penalty, packed=packed)
+        options: Any = {"logits_dtype": logits_dtype, "penalty": penalty, "packed": packed}
+        if table_at is not None:
+            dtype = model_config.dtype if gather_table else None
+            tables: Any = _for_look_up_and_head(dtype, table_at, params["token_embedding"]["embedding"])
+            of_look_up, of_head = ({"token_embedding": {"embedding": table}} for table in tables)
+            params, options["head_params"] = params | of_look_up, params | of_head
+        return loss_sum_nats(trained, params, tokens, **options)
 
     def draw(seed_and_number: jax.Array) -> jax.Array:
         assert drawn is not None
@@ -364,6 +369,34 @@ def _build(
     # With out_shardings the state is never whole on one device.
     jitted_init = jax.jit(init) if mesh is None else jax.jit(init, out_shardings=shardings)
     return Program(mesh, optimizer, shardings, jitted_init, _jit(step, mesh, shardings, ROWS), steps_of)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _for_look_up_and_head(
+    dtype: DTypeLike | None, spec: PartitionSpec, table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a table of token embeddings twice; with a dtype, gathered over `fsdp` once, in that dtype.
+
+    `spec` is the table's. So split, each gradient is summed over devices before the other is added: XLA would scatter
+    that of look-ups into that of the head, and gather it for this.
+    """
+    if dtype is not None:
+        table = jax.lax.optimization_barrier(table.astype(dtype))  # else XLA gathers float32 and then casts
+        table = constrain(table, PartitionSpec("tensor"))
+    return table, table
+
+
+def _of_table(dtype: DTypeLike | None, spec: PartitionSpec, table: jax.Array) -> tuple[Any, jax.Array]:
+    return _for_look_up_and_head(dtype, spec, table), jnp.zeros((), table.dtype)
+
+
+def _gradient_of_table(dtype: Any, spec: PartitionSpec, like: jax.Array, gradients: tuple[jax.Array, ...]) -> Any:
+    del dtype
+    of_look_up, of_head = (constrain(g, spec).astype(like.dtype) for g in gradients)
+    return (of_look_up + of_head,)
+
+
+_for_look_up_and_head.defvjp(_of_table, _gradient_of_table)
 
 
 def state_shapes(config: Config) -> TrainState:
