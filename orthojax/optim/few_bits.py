@@ -19,7 +19,12 @@ from orthojax.optim.rotation import leaf_paths
 def _noise(path: str, count: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two arrays like x of numbers in [0, 1), hashes of path, step and position: equal on every mesh."""
     key = hashed(jnp.uint32(zlib.crc32(path.encode())), count.astype(jnp.uint32))
-    bits = position_bits(key, x.shape)
+    draw = functools.partial(position_bits, shape=x.shape)
+    if jax.default_backend() == "cpu":
+        # In a branch, which no fusion takes in: else each that reads them draws them again, and not in vectors.
+        bits = jax.lax.cond(count >= 0, draw, lambda _: jnp.zeros(x.shape, jnp.uint32), key)
+    else:
+        bits = draw(key)
     unit = jnp.float32(2.0**-16)
     return (bits & 0xFFFF).astype(jnp.float32) * unit, (bits >> 16).astype(jnp.float32) * unit
 
