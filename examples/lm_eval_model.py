@@ -19,30 +19,28 @@ class Orthojax(LM):
         super().__init__()
         self.loaded, self.batch_size = orthojax.load(path), int(batch_size)
         self.tokenizer, self.bos = self.loaded.tokenizer, self.loaded.config.data.bos
-        self.length = int(max_length or self.loaded.config.data.sequence_length)
+        self.encode = lambda text: self.tokenizer.encode_batch([text])[0].tolist()
+        self.first, self.length = [self.tokenizer.bos_id], int(max_length or self.loaded.config.model.max_length)
 
     @functools.partial(jax.jit, static_argnums=0)
     def read(self, params, rows):
-        logits = jax.nn.log_softmax(self.loaded.model.apply({"params": params}, rows[:, :-1])[0])
-        chosen = jnp.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
-        return chosen, jnp.argmax(logits, -1) == rows[:, 1:]
+        log_probs = jax.nn.log_softmax(self.loaded.model.apply({"params": params}, rows[:, :-1])[0])
+        found = jnp.take_along_axis(log_probs, rows[:, 1:, None], -1)[..., 0]
+        return found, jnp.argmax(log_probs, -1) == rows[:, 1:]
 
-    def encode(self, text):
-        return self.tokenizer.encode_batch([text])[0].tolist()
-
-    def score(self, pairs):
-        """Takes (context, continuation) of ids; returns (log probability of the continuation, whether it is greedy)."""
+    def score(self, pairs):  # of ids: (context, continuation) -> (its log probability, whether it is greedy)
         found = []
         for start in range(0, len(pairs), self.batch_size):
-            rows = np.zeros((self.batch_size, self.length + 1), np.int32)  # one shape: padding is never seen
             few = pairs[start : start + self.batch_size]
-            for row, (context, continuation) in zip(rows, few, strict=False):
-                ids = (context + continuation)[-self.length - 1 :]
+            if (most := max(len(continuation) for _, continuation in few)) > self.length:
+                raise ValueError(f"a continuation of {most} tokens; allowed: up to {self.length}")
+            cut = [(context + continuation)[-self.length - 1 :] for context, continuation in few]
+            rows = np.zeros((self.batch_size, min(-(-max(map(len, cut)) // 64) * 64, self.length) + 1), np.int32)
+            for row, ids in zip(rows, cut, strict=False):
                 row[: len(ids)] = ids
-            of = map(np.asarray, self.read(self.loaded.params, rows))
-            for (context, continuation), chosen, greedy in zip(few, *of, strict=False):
-                end = min(len(context + continuation) - 1, self.length)
-                span = slice(max(end - len(continuation), 0), end)
+            seen = map(np.asarray, self.read(self.loaded.params, rows))  # padding is after all that counts
+            for (_, continuation), ids, chosen, greedy in zip(few, cut, *seen, strict=False):
+                span = slice(len(ids) - 1 - len(continuation), len(ids) - 1)
                 found.append((float(chosen[span].sum()), bool(greedy[span].all())))
         return found
 
@@ -51,25 +49,27 @@ class Orthojax(LM):
         for context, continuation in (request.args for request in requests):
             text = context.rstrip()  # as in lm-eval: spaces between them belong to the continuation
             ids, whole = self.encode(text), self.encode(text + context[len(text) :] + continuation)
-            first = [self.tokenizer.bos_id] if self.bos or not ids else []
-            pairs.append((first + whole[: len(ids)], whole[len(ids) :]))
+            pairs.append((self.first * (self.bos or not ids) + whole[: len(ids)], whole[len(ids) :]))
         return self.score(pairs)
 
+    def windows(self, text):  # as lm-eval's: the last one has a full context
+        ids, L = self.first + self.encode(text), self.length
+        starts = range(0, len(ids) - 1, L)
+        return [(ids[max(min(i + L, len(ids) - 1) - L, 0) : i + 1], ids[i + 1 : i + 1 + L]) for i in starts]
+
     def loglikelihood_rolling(self, requests):
-        rows = [[self.tokenizer.bos_id, *self.encode(request.args[0])] for request in requests]
-        L = self.length  # each window begins with the last token of the one before
-        cut = [[(ids[i : i + 1], ids[i + 1 : i + 1 + L]) for i in range(0, len(ids) - 1, L)] for ids in rows]
-        return [sum(score for score, _ in self.score(windows)) for windows in cut]
+        return [sum(score for score, _ in self.score(self.windows(request.args[0]))) for request in requests]
 
     def generate_until(self, requests):
         return [self.generate(*request.args) for request in requests]
 
     def generate(self, context, options):
-        until, steps = options.get("until") or [], int(options.get("max_gen_toks", 64))
-        until = [until] if isinstance(until, str) else until
+        until, steps = np.atleast_1d(options.get("until") or []).tolist(), int(options.get("max_gen_toks", 256))
+        if steps >= self.length:
+            raise ValueError(f"max_gen_toks={steps}; allowed: below {self.length}")
         warm = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
-        ids, made, text = [self.tokenizer.bos_id] * self.bos + self.encode(context), [], ""
-        for token in stream(self.loaded, ids[-max(self.length - steps, 1) :], steps, temperature=warm):
+        ids, made, text = self.first * self.bos + self.encode(context), [], ""
+        for token in stream(self.loaded, (ids or self.first)[steps - self.length :], steps, temperature=warm):
             text = self.tokenizer.decode(made := [*made, int(token)])
             if made[-1] in self.tokenizer.ends or any(end in text for end in until):
                 break

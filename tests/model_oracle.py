@@ -159,6 +159,9 @@ def _np_attention(config, x, p, given, layer):
         query, key = _np_rotary(query, config, layer), _np_rotary(key, config, layer)
     if given.first_value_scale is not None:
         value[0] *= given.first_value_scale[layer][:, None]
+    query, key, value = (
+        _np_replaced_heads(a, given, name, layer) for a, name in ((query, "queries"), (key, "keys"), (value, "values"))
+    )
     k, v = (np.repeat(a, N // config.kv_heads, 1) for a in (key, value))
     logits = np.einsum("TNH,SNH->NTS", query, k) / math.sqrt(config.logits_width or H)
     rope = _np_theta_and_rope(config, layer)[1]
@@ -176,13 +179,27 @@ def _np_attention(config, x, p, given, layer):
         heads = heads / (1.0 + np.exp(-_np_linear(x, p["gate"]).reshape(T, N, -1)))
     if given.head_scale is not None:
         heads = heads * given.head_scale[layer][:, None]
+    heads = _np_replaced_heads(heads, given, "head_outputs", layer)
     written = np.einsum("SNH,NHD->NSD", v, p["output"]["kernel"].reshape(N, v.shape[-1], -1))
     taps = {"attention_logits": logits, "attention_weights": weights, "keys": key, "values": value}
+    taps |= {"queries": query, "head_outputs": heads}
     head_outputs = np.einsum("TNH,NHD->NTD", heads, p["output"]["kernel"].reshape(N, v.shape[-1], -1))
     norms = {"value_norms": written, "head_norms": head_outputs}
     taps |= {"visible": visible[None]}
     taps |= {name: config.residual_multiplier * np.linalg.norm(x, axis=-1) for name, x in norms.items()}
     return _np_linear(heads.reshape(T, -1), p["output"]), taps
+
+
+def _np_replaced_heads(x, given, name, layer):
+    """[T, N, H], with a share for each head or for each head and position."""
+    values, share = getattr(given, name), getattr(given, f"{name}_share")
+    if share is None:
+        return x
+    x = x.copy()
+    for t, head in np.ndindex(*x.shape[:2]):
+        of = share[layer][head] if share.ndim == 2 else share[layer][head, t]
+        x[t, head] = (1.0 - of) * x[t, head] + of * values[layer][t, head]
+    return x
 
 
 def _np_capped(x, cap):
@@ -226,7 +243,7 @@ def _np_gelu(x):
     return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def _np_mlp(config, kind, x, p):
+def _np_mlp(config, kind, x, p, units=1.0):
     if kind == "experts":
         return _np_experts(config, x, p)
     if kind == "linear":
@@ -244,7 +261,7 @@ def _np_mlp(config, kind, x, p):
         hidden = _np_gelu(hidden)
     else:
         hidden = np.maximum(hidden, 0.0)
-    return _np_linear(hidden, p["output"])
+    return _np_linear(units * hidden, p["output"])
 
 
 def _np_intervened(x, given, layer, part):
@@ -292,7 +309,9 @@ def numpy_forward(config, params, tokens, given=None):
         outputs = outputs if config.block == "sandwich_norm" else {}
         same, attends, kind = (lambda x: x), _at(config.attention, layer), _at(config.mlp, layer)
         before_block = x
-        taps = dict.fromkeys(("attention_logits", "attention_weights", "keys", "values"), 0.0)
+        taps = dict.fromkeys(
+            ("attention_logits", "attention_weights", "queries", "keys", "values", "head_outputs"), 0.0
+        )
         taps |= dict.fromkeys(("value_norms", "head_norms"), 0.0)
         if attends:
             read = norms["attention"](x)
@@ -302,7 +321,8 @@ def numpy_forward(config, params, tokens, given=None):
         middle = x + attended
         if kind != "none":
             one_norm = config.block == "parallel_one_norm"
-            mlp = _np_mlp(config, kind, norms["attention"](x) if one_norm else norms["mlp"](middle), p["mlp"])
+            units = 1.0 if given.mlp_unit_scale is None else given.mlp_unit_scale[layer]
+            mlp = _np_mlp(config, kind, norms["attention"](x) if one_norm else norms["mlp"](middle), p["mlp"], units)
         mlp = (outputs.get("mlp", same) if kind != "none" else same)(mlp)
         mlp = _np_intervened(config.residual_multiplier * mlp, given, layer, "mlp")
         x = _np_replaced(middle + mlp, given.residual, given.residual_share, layer)

@@ -338,15 +338,36 @@ def test_sentences_say_what_breaks_and_what_helps():
                    d_sink_nats=0.4, d_sink_nats_se=0.1)  # fmt: skip
     massive, fails, to_do = cards.findings(card(entry("w4a4", 4, 3.0), broken, entry("fp8_e4m3", 8, 0.001)))
     where = "channel 7 of '<s>' at position 0 after layer 1 has |x| = 400, 2,000 times the median (a Gaussian: 5.58)"
-    sinks = "50% of the heads are sinks: over 30% of their weight is on the first token."
+    sinks = "50% of the heads are sinks: they put over 30% of their weight on the first token."
     assert massive.says == f"Massive: {where}. {sinks}"
     costs = "adds 1 ± 0.02 nats to the loss (+172% perplexity); KL 1 ± 0.01, same likeliest token 50%"
     sink = "0.4 ± 0.1 of this goes with the first token in float (D_sink). 2 of 3 formats fail, also w4a4."
     assert fails.says == f"Fails: int8_coarse, {costs}; {sink}"
     assert list(remedies(broken)) == ["_per_token", "_float_layers", "_rotated", "_float_first"]
-    tried = "scales for each token 98%, b and c in float 75%, a rotation 30%, the first token in float nothing"
-    assert to_do.says == f"What recovers the KL divergence: at int8_coarse, {tried}; at w4a4, nothing was tried."
+    tried = "scales for each token 98%, b, c in float 75%, a rotation 30%, the first token in float takes away nothing"
+    assert to_do.says == f"What takes away the KL divergence: at int8_coarse, {tried}; at w4a4, nothing was tried."
     assert ("int8_coarse", "helps", "int8_coarse") in to_do.rows
+
+
+def test_sentences_are_not_made_of_noise_or_of_cards_without_kl():
+    _, fails, _ = cards.findings(card(entry(d_sink_nats=0.03, d_sink_nats_se=0.02)))
+    assert "none of it measurably goes with the first token in float (D_sink 0.03 ± 0.02)" in fails.says
+    overflow = {"format": "w4a4", "left_out": "it overflows", "kl_nats_rotated": 0.3, "kl_nats_per_token": 7.0}
+    assert remedies(overflow) == {"_rotated": (1.0, "a rotation"), "_per_token": (1.0, "scales for each token")}
+    old = {"format": "int8_coarse", "lost": 4.0, "lost_rotated": 0.2}  # of 0.1.0
+    assert remedies(old) == {"_rotated": (0.95, "a rotation")}
+    massive, *_ = cards.findings(card(entry()) | {"metrics": [{"name": "sink_rate", "value": 0.0}]})
+    assert massive.says.endswith("No head is a sink: none puts over 30% of its weight on the first token.")
+
+
+def test_cards_with_and_without_kl_stand_in_one_table():
+    both = [card(entry()), card({"format": "int8_coarse", "lost": 0.3})]
+    for of, name in zip(both, "ab", strict=True):
+        of["model"] = of["model"] | {"name": name}
+    table = comparison(both)
+    column = [head for head in table.columns if "int8_coarse" in head]
+    assert column == ["KL at int8_coarse (nats)"]
+    assert [row[table.columns.index(column[0])] for row in table.rows] == ["1", "perplexity +30%"]
 
 
 def test_a_healthy_model_is_said_to_be_healthy():
@@ -366,6 +387,27 @@ def test_what_was_not_measured_is_no_no():
     assert fails.says.endswith("Not measured: w4a4.")
     _, fails, _ = cards.findings(card({"format": "w4a4", "lost": 0.3}))  # of 0.1.0
     assert fails.says.startswith("Fails: w4a4, +30%.")
+
+
+def test_scales_for_each_token_are_tried_for_outputs_too():
+    """A query bias is huge: its output cannot be rounded with one scale, nor with one for each token."""
+    params = jax.tree.map(np.array, drawn_params(replace(RUN, {"model.use_bias": True}).model, 0.3))
+    params["layers_0"]["attention"]["query"]["bias"][3] = 3000.0
+    run = replace(RUN, {"model.use_bias": True})
+    measured = rounding.Rounding(tiny_loaded(run, params), rows_of_ids(rows(1, 8), "drawn"))
+    found = measured.of_format(quant.INT8_COARSE, quick=True, quantize_head=False)
+    float_outputs = measured.numbers(quant.rounded_model(run.model, quant.INT8_FINE_PER_TOKEN))
+    assert found["kl_nats_per_token"] > 0.5 * found["kl_nats"] > 5 * float_outputs["kl_nats"]
+
+
+def test_errors_are_those_of_means_over_rows():
+    own = tiny_loaded(RUN, drawn_params(CONFIG, 0.5))
+    found = cards.card(own, rows(3, 6), settings={})
+    by_name = {metric["name"]: metric for metric in found["metrics"]}
+    assert "se" not in by_name["sink_rate"]
+    each = [cards.card(own, row[None], settings={}) for row in rows(3, 6)]
+    masses = [next(m["value"] for m in of["metrics"] if m["name"] == "first_attention_mass") for of in each]
+    assert by_name["first_attention_mass"]["se"] == pytest.approx(np.std(masses, ddof=1) / 6**0.5, rel=1e-4)
 
 
 def test_the_layer_that_breaks_is_found():

@@ -29,17 +29,19 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (B, T)))
 SCALES = tuple(name for name in Interventions._fields if name.endswith("_scale"))
 SHARES = tuple(name for name in Interventions._fields if name.endswith("_share"))
 OUTPUTS = ("attention_output", "mlp_output", "residual")
-SEEN = ("attention_logits", "attention_weights", "values", "value_norms", *OUTPUTS, "post_attention")
+OF_HEADS = ("queries", "keys", "values", "head_outputs")
+SEEN = ("attention_logits", "attention_weights", *OF_HEADS, "value_norms", *OUTPUTS, "post_attention")
 MATRICES = ("attention_bias", "forced_weights")
 FUSED = (*SCALES, "attention_bias")
 EFFECTS = (*FUSED, *SHARES)
+NO_UNITS = tuple(name for name in EFFECTS if name != "mlp_unit_scale")  # of linear MLPs and experts
 CONFIGS = {
     "llama2": (model_oracle.CONFIGS["llama2"], FUSED),
     "grouped": (GROUPED, EFFECTS),
-    "bigram_backcopy": (BACKCOPY, EFFECTS),
+    "bigram_backcopy": (BACKCOPY, NO_UNITS),
     "biases": (BIASES, EFFECTS),
     "capped": (model_oracle.CONFIGS["gemma"], FUSED),
-    "latent attention": (model_oracle.CONFIGS["query latents, groups of experts"], EFFECTS),
+    "latent attention": (model_oracle.CONFIGS["query latents, groups of experts"], NO_UNITS),
 }
 
 
@@ -57,7 +59,11 @@ def random_interventions(config):
     """Draws every field, as the oracle takes them, without axes of the batch."""
     shapes = {"head_scale": (L, N), "first_value_scale": (L, config.kv_heads)} | dict.fromkeys(MATRICES, (L, N, T, T))
     shapes |= {"forced_share": (L, N, T), "attention_output_share": (L,), "mlp_output_share": (L, T)}
-    shapes |= {"residual_share": (L, T)} | dict.fromkeys(OUTPUTS, (L, T, D))
+    shapes |= {"residual_share": (L, T)} | dict.fromkeys(OUTPUTS, (L, T, D)) | {"mlp_unit_scale": (L, config.d_mlp)}
+    c, K = config, config.kv_heads
+    shapes |= {"queries": (L, T, N, c.head_dim), "keys": (L, T, K, c.head_dim), "values": (L, T, K, c.value_dim)}
+    shapes |= {"head_outputs": (L, T, N, c.value_dim), "queries_share": (L, N), "keys_share": (L, K, T)}
+    shapes |= {"values_share": (L, K), "head_outputs_share": (L, N, T)}
     fields = Interventions._fields
     drawn = Interventions(**{name: uniform(*shapes.get(name, (L,)), seed=len(name)) for name in fields})
     drawn.head_scale[1, 2] = 0.0  # an ablation
@@ -75,7 +81,7 @@ def only(given, names):
 
 
 def with_batch_axes(given):
-    axes = dict.fromkeys((*MATRICES, *OUTPUTS), (1,))
+    axes = dict.fromkeys((*MATRICES, *OUTPUTS, *OF_HEADS), (1,))
     arrays = {name: jnp.expand_dims(a, axes.get(name, ())) for name, a in given._asdict().items() if a is not None}
     return Interventions(**arrays)
 
@@ -85,6 +91,7 @@ def test_intervened_logits_and_taps_equal_the_oracle(name):
     config, effects = CONFIGS[name]
     params, ones, random = stacked_params(config), neutral(config), random_interventions(config)
     ones = only(ones, FUSED) if effects == FUSED else ones
+    ones = ones._replace(mlp_unit_scale=None) if effects == NO_UNITS else ones
     plain = apply(config, params)[0]
     logits = apply(config, params, with_batch_axes(ones))[0]
     np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-6 * np.abs(plain).max())
@@ -139,7 +146,7 @@ def test_a_shared_bias_equals_one_for_each_layer(config):
 
 def test_gradients_are_the_differences_of_the_float64_model():
     point = {"params": random_params(GROUPED), **random_interventions(GROUPED)._asdict()}
-    weights = uniform(T, 11, seed=3)
+    weights = 20 * uniform(T, 11, seed=3)
 
     def loss(point):
         given = with_batch_axes(Interventions(**{name: point[name] for name in Interventions._fields}))
@@ -174,13 +181,36 @@ def test_only_forced_weights_need_the_matrix_of_weights():
 
 
 REFUSED = {"head_scale": (N, L), "attention_scale": (1,), "attention_bias": (B, N, T, T), "forced_weights": (T, T - 1)}
-REFUSED |= {"residual": (L, B, T, D + 1), "residual_share": (), "mlp_output_share": (L,)}
+REFUSED |= {"residual": (L, B, T, D + 1), "residual_share": (), "mlp_output_share": (L,), "keys": (L, B, T, N, 2)}
+REFUSED |= {"head_outputs_share": (N, L), "mlp_unit_scale": (L, 5)}
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_wrong_shapes_and_values_without_shares_are_refused(field):
     with pytest.raises(ValueError, match=rf"interventions\.{field}"):
         apply(GROUPED, stacked_params(GROUPED), Interventions(**{field: np.ones(REFUSED[field])}))
+
+
+@pytest.mark.parametrize("field", OF_HEADS)
+def test_what_heads_did_in_another_run_is_put_into_this_one(field):
+    """With all of them replaced in the last layer, its attention is that of the other run."""
+    params = stacked_params(GROUPED)
+    (_, here), (_, there) = (apply(GROUPED, params, None, tokens) for tokens in (TOKENS, (TOKENS + 3) % 11))
+    share = np.zeros((L, GROUPED.kv_heads if field in ("keys", "values") else N), np.float32)
+    share[1] = 1.0
+    given = Interventions(**{field: getattr(there, field), f"{field}_share": share})
+    _, taps = apply(GROUPED, params, given)
+    np.testing.assert_array_equal(getattr(taps, field)[1], getattr(there, field)[1])
+    np.testing.assert_array_equal(getattr(taps, field)[0], getattr(here, field)[0])
+    if field == "head_outputs":
+        np.testing.assert_allclose(taps.attention_output[1], there.attention_output[1], rtol=1e-5, atol=1e-6)
+
+
+def test_units_of_experts_and_linear_mlps_are_refused():
+    for config, kind in ((BACKCOPY, "linear"), (CONFIGS["latent attention"][0], "experts")):
+        given = Interventions(mlp_unit_scale=np.ones((config.num_layers, config.d_mlp)))
+        with pytest.raises(ValueError, match=f"mlp_unit_scale with mlp='{kind}'"):
+            apply(config, stacked_params(config), given)
 
 
 def test_measure_takes_interventions_and_compiles_once():

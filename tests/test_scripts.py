@@ -72,7 +72,7 @@ def test_the_model_for_lm_eval_has_its_interface(monkeypatch):
     config = replace(RUN, {"model.vocab_size": 258, "model.max_length": 32, "data.sequence_length": 12})
     own = loaded(config, drawn_params(config.model, 0.3))._replace(tokenizer=ByteTokenizer())
     monkeypatch.setattr("orthojax.load", lambda path: own)
-    model = runpy.run_path(str(ROOT / "examples/lm_eval_model.py"))["Orthojax"]("a", batch_size=2)
+    model = runpy.run_path(str(ROOT / "examples/lm_eval_model.py"))["Orthojax"]("a", batch_size=2, max_length=12)
 
     def sums(ids, count):
         logits = np.asarray(own.model.apply({"params": own.params}, np.array([ids[:-1]]))[0][0], np.float64)
@@ -89,14 +89,20 @@ def test_the_model_for_lm_eval_has_its_interface(monkeypatch):
     np.testing.assert_allclose([of[0] for of in found], [of[0] for of in expected], rtol=1e-5)
     assert [of[1] for of in found] == [of[1] for of in expected]
     text = b"a text of some more bytes"
-    windows = [[256, *text[:12]], [*text[11:24]], [*text[23:25]]]
+    windows = [([256, *text[:12]], 12), ([*text[11:24]], 12), ([*text[12:25]], 1)]  # the last one has a full context
     (whole,) = model.loglikelihood_rolling(asked((text.decode(),)))
-    assert whole == pytest.approx(sum(sums(ids, len(ids) - 1)[0] for ids in windows), rel=1e-5)
+    assert whole == pytest.approx(sum(sums(*of)[0] for of in windows), rel=1e-5)
     (made,) = model.generate_until(asked(("ab", {"until": [], "max_gen_toks": 6})))
     assert made == own.tokenizer.decode(generate(own, [*b"ab"], 6))
     stop = made[1:2] or "z"
     (cut,) = model.generate_until(asked(("ab", {"until": stop, "max_gen_toks": 6})))
     assert cut == made.split(stop)[0]
+    # Nothing is cut in silence, and the length is the model's, not that of what it was measured on.
+    with pytest.raises(ValueError, match="13 tokens; allowed: up to 12"):
+        model.loglikelihood(asked(("a", "0123456789abc")))
+    with pytest.raises(ValueError, match="max_gen_toks=12; allowed: below 12"):
+        model.generate_until(asked(("ab", {"max_gen_toks": 12})))
+    assert type(model)("a").length == 32
 
 
 def test_patching_a_head_is_reading_with_its_weights():
@@ -117,9 +123,30 @@ def test_patching_a_head_is_reading_with_its_weights():
     assert abs(found).max() > 1e-3
 
 
+def test_a_sink_goes_with_its_keys():
+    """The key of the first token is 5 along one direction, which every query has."""
+    config = replace(RUN, {"model.num_layers": 2, "model.num_heads": 2, "model.position": "learned"})
+    params = jax.tree.map(np.array, drawn_params(config.model, 0.1))
+    params["position_embedding"]["embedding"][0] += 3.0 * np.sign(params["position_embedding"]["embedding"][0])
+    for layer in ("layers_0", "layers_1"):
+        attention = params[layer]["attention"]
+        attention["key"]["kernel"] *= 20.0
+        attention["query"]["kernel"] = attention["key"]["kernel"].copy()
+    own = loaded(config, params)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 8))
+    measured = runpy.run_path(str(ROOT / "examples/remove_sink.py"))["measured"]
+    (mass, loss), (without, changed) = measured(own, tokens)
+    logits, weights = own.model.apply({"params": own.params}, tokens, observe=lambda taps: taps.attention_weights)
+    assert mass == pytest.approx(float(np.mean(np.asarray(weights)[..., 1:, 0])), rel=1e-5)
+    expected = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[:, 1:-1])), tokens[:, 2:, None], -1).mean()
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert abs(changed - loss) > 1e-4
+    assert without != pytest.approx(mass, rel=0.01)
+
+
 def test_every_example_is_tested():
     tested = {"linen_attention.py", "nnx_attention.py", "nnx_training.py", "equinox_training.py"}
-    tested |= {"recommended_linen.py", "recommended_nnx.py", "lm_eval_model.py", "patch_heads.py"}
+    tested |= {"recommended_linen.py", "recommended_nnx.py", "lm_eval_model.py", "patch_heads.py", "remove_sink.py"}
     assert {path.name for path in EXAMPLES} == tested
 
 

@@ -66,8 +66,12 @@ def _massive(card: Card) -> Finding:
 
 def _sinks(card: Card) -> str:
     rate = next((metric["value"] for metric in card["metrics"] if metric["name"] == "sink_rate"), None)
-    words = "of the heads are sinks: over 30% of their weight is on the first token"
-    return "Sinks: not measured." if rate is None else f"{share(rate)} {words}."
+    if rate is None:
+        return "Sinks: not measured."
+    on_first = "over 30% of {} weight on the first token"
+    if not rate:
+        return f"No head is a sink: none puts {on_first.format('its')}."
+    return f"{share(rate)} of the heads are sinks: they put {on_first.format('their')}."
 
 
 def failing(card: Card) -> list[Card]:
@@ -104,24 +108,31 @@ def _through(entry: Card) -> str:
     """Returns the part of the loss that the first token brings."""
     if "d_sink_nats" not in entry:
         return ""
-    words = f"; {with_error(entry, 'd_sink_nats')} of this goes with the first token in float (D_sink)"
+    found = with_error(entry, "d_sink_nats")
+    if not entry["d_sink_nats"] > 2 * entry.get("d_sink_nats_se", 0.0):
+        return f"; none of it measurably goes with the first token in float (D_sink {found})"
+    words = f"; {found} of this goes with the first token in float (D_sink)"
     return words + (", which says little of a destroyed model" if entry["lost"] > _DESTROYED else "")
 
 
 def remedies(entry: Card) -> dict[str, tuple[float, str]]:
-    """Returns what was tried for a format, as in `REMEDIES` -> share of the KL divergence it recovers, in words.
+    """Returns what was tried for a format, as in `REMEDIES` -> share of the KL divergence it takes away, in words.
 
-    The best are first. Of the layers in float it is the fewest that recover half, or all three.
+    The best are first. Of the layers in float it is the fewest that take half away, or all three. In cards of 0.1.0,
+    which have no KL divergence, it is the share of the lost perplexity. Of what overflows, a share is that of infinity.
     """
-    if not entry.get("kl_nats"):
+    key = "kl_nats" if "kl_nats" in entry or "lost" not in entry else "lost"
+    cost = entry.get(key, math.inf)
+    if not cost > 0:
         return {}
-    tried = {kind: (entry.get(f"kl_nats{kind}"), words) for kind, words in REMEDIES.items()}
-    layers = [of for of in entry.get("float_layers", ()) if "kl_nats" in of]
+    tried = {kind: (entry.get(f"{key}{kind}"), words) for kind, words in REMEDIES.items()}
+    layers = [of for of in entry.get("float_layers", ()) if key in of]
     if layers:
-        of = next((of for of in layers if of["kl_nats"] < entry["kl_nats"] / 2), layers[-1])
-        tried["_float_layers"] = of["kl_nats"], f"{' and '.join(of['layers'])} in float"
-    recovered = {kind: (1 - kl / entry["kl_nats"], words) for kind, (kl, words) in tried.items() if kl is not None}
-    return dict(sorted(recovered.items(), key=lambda item: -item[1][0]))
+        of = next((of for of in layers if of[key] < cost / 2), layers[-1])
+        tried["_float_layers"] = of[key], f"{', '.join(of['layers'])} in float"
+    left = {kind: (left, words) for kind, (left, words) in tried.items() if left is not None}
+    ordered = sorted(left.items(), key=lambda item: item[1][0])
+    return {kind: (1 - left / cost, words) for kind, (left, words) in ordered}
 
 
 def _to_do(card: Card) -> Finding:
@@ -132,7 +143,7 @@ def _to_do(card: Card) -> Finding:
     shown = failed[: 1 + _OTHERS]
     says = "; ".join(f"at {of['format']}, {_advice(list(remedies(of).values()), i)}" for i, of in enumerate(shown))
     rows = [(of["format"], "helps", of["format"]) for of in shown if remedies(of)]
-    return Finding(f"What recovers the KL divergence: {says}.", rows)
+    return Finding(f"What takes away the KL divergence: {says}.", rows)
 
 
 def _advice(recovered: Sequence[tuple[float, str]], others: int) -> str:
@@ -141,5 +152,5 @@ def _advice(recovered: Sequence[tuple[float, str]], others: int) -> str:
         return "nothing was tried"
     if recovered[0][0] <= 0:
         return "nothing that was tried"
-    shown = [f"{words} {share(much) if much > 0 else 'nothing'}" for much, words in recovered]
+    shown = [f"{words} {share(much) if much > 0 else 'takes away nothing'}" for much, words in recovered]
     return ("" if recovered[0][0] > 0.5 else "less than half: ") + ", ".join(shown[:1] if others else shown)

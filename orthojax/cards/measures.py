@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,12 +124,14 @@ def _errors(loaded: LoadedModel, inputs: Inputs) -> dict[str, float]:
     if (n := len(inputs.evaluation)) < 2:
         return {}
     some = np.linspace(0, n - 1, min(n, _SPREAD_ROWS)).astype(int)
+    # Of sink_rate it is the mean over rows that exceeds a limit: it is no mean of what single rows have.
+    no_means = re.compile(r"sink_rate(/|$)|max_attention|.*_maximum$")
     by_row = [evaluate_by_head(loaded, inputs._replace(evaluation=inputs.evaluation[i : i + 1]))[0] for i in some]
     spread = {name: np.array([of[name] for of in by_row]) for name in by_row[0]}
     found = {
         name: mean_and_error("of", x)["of_se"] * (len(some) / n) ** 0.5
         for name, x in spread.items()
-        if np.isfinite(x).all() and not (name.startswith("max_attention") or name.endswith("_maximum"))
+        if np.isfinite(x).all() and not no_means.match(name)
     }
     if "perplexity" in found:
         found["perplexity"] = perplexity(float(spread["loss_nats"].mean())) * found["loss_nats"]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from orthojax import analysis, quant
+from orthojax.cards.findings import REMEDIES
 from orthojax.cards.measures import Measured, Settings, Stages, default_settings, measure, plan, prepared
 from orthojax.cards.text import require_unpadded, rows_of_ids
 from orthojax.errors import UserError
@@ -131,7 +132,8 @@ def _is_card(value: Any) -> bool:
         return False
     if not all(are(part, format=str) for part in formats):
         return False
-    shown = ("perplexity", "lost", "lost_rotated")
+    numbers = ("perplexity", "lost", "kl_nats", "agreement", "loss_added_nats", "d_sink_nats")
+    shown = [f"{name}{kind}" for name in numbers for kind in ("", "_se", *REMEDIES)]
     return all(_is_number(entry.get(name, 0.0)) for part in formats for entry in part for name in shown)
 
 

@@ -307,17 +307,24 @@ def attention_picture(loaded: LoadedModel, name: str, tokens: np.ndarray, heads:
 # Cards beside each other.
 
 
+def _cost(entry: Mapping[str, Any], with_kl: bool) -> str:
+    """Returns the KL divergence of a format; where others have one, the lost perplexity is said to be that."""
+    if "kl_nats" in entry:
+        return number(entry["kl_nats"])
+    return ("perplexity " * with_kl + percent(entry["lost"])) if "lost" in entry else "-"
+
+
 def comparison(cards: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a sortable table of cards: their main metrics, and the KL divergence or loss of the main formats."""
     metrics = [{metric["name"]: metric["value"] for metric in card["metrics"]} for card in cards]
     formats = [{entry["format"]: entry for part in ("rounding", "kv_cache") for entry in card.get(part, ())
                 if "lost" in entry} for card in cards]  # fmt: skip
-    with_kl = all("kl_nats" in entry for of in formats for entry in of.values())  # cards of 0.1.0 have none
-    key, words, show = ("kl_nats", "KL at {} (nats)", number) if with_kl else ("lost", "lost at {}", percent)
+    with_kl = any("kl_nats" in entry for of in formats for entry in of.values())  # cards of 0.1.0 have none
+    words = "KL at {} (nats)" if with_kl else "lost at {}"
     names = [name for name in _COMPARED if any(name in of for of in metrics)]
     rounded = [name for name in _COMPARED_FORMATS if any(name in of for of in formats)]
     rows = [[card["model"]["name"], *(analysis.show(name, of[name]) if name in of else "-" for name in names),
-             *(show(lost[name][key]) if name in lost else "-" for name in rounded)]
+             *(_cost(lost.get(name, {}), with_kl) for name in rounded)]
             for card, of, lost in zip(cards, metrics, formats, strict=True)]  # fmt: skip
     headings = ["model", *map(analysis.label, names), *map(words.format, rounded)]
     return Table("Models beside each other; a click on a column sorts", headings, rows, sortable=True)

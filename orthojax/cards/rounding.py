@@ -74,16 +74,23 @@ class Rounding:
         found = _numbers(plain)
         if quantize_head:
             found |= self.numbers(rounded(setting, "", linear_head=True), suffix="_with_head")
-        if not found.get("kl_nats", math.inf) > FAILS:
-            return found
-        first = self.compare(rounded(setting, float_tokens=1))
-        found |= _numbers(first, "_float_first")
+        failed = found.get("kl_nats", math.inf) > FAILS
+        by_token = dataclasses.replace(setting, inputs="token", outputs=setting.outputs and "token")
+        if setting.inputs == "tensor" and (failed or not quick):  # what a sink does to the scale of all tokens
+            found |= self._first_in_float(setting, plain)
+            per_token = self.compare(rounded(by_token))
+            found |= _numbers(per_token, "_per_token") | self._first_in_float(by_token, per_token, "_per_token")
+        elif failed:
+            found |= self._first_in_float(setting, plain)
+        return found if quick or not failed else found | {"float_layers": self._rescued(setting)}
+
+    def _first_in_float(self, setting: quant.QuantizationSetting, plain: quant.Divergence, of: str = "") -> _Numbers:
+        """Returns what a format costs with the first token in float, and how much of the loss that takes away."""
+        first = self.compare(quant.rounded_model(self._config, setting, float_tokens=1))
+        found = {} if of else _numbers(first, "_float_first")
         if np.isfinite(plain.loss_nats + first.loss_nats).all():
-            found |= mean_and_error("d_sink_nats", plain.loss_nats - first.loss_nats)
-        if setting.inputs == "tensor":
-            by_token = dataclasses.replace(setting, inputs="token", outputs=None)
-            found |= self.numbers(rounded(by_token), suffix="_per_token")
-        return found if quick else found | {"float_layers": self._rescued(setting)}
+            found |= mean_and_error("d_sink_nats", plain.loss_nats - first.loss_nats, of)
+        return found
 
     def rotated(self, setting: quant.QuantizationSetting) -> _Numbers:
         """Returns what a format costs after a rotation."""

@@ -17,6 +17,7 @@ finished part is kept under stages/: after an interruption the same command resu
 writes the activations of all rows to activations/NAME.safetensors, for other tools.
 """
 
+import glob
 import re
 import shlex
 import sys
@@ -62,14 +63,14 @@ def define_flags() -> None:
     flags.DEFINE_bool("quick", False, "Few rows, int8_coarse and w4a4 only, no rotation, no streaming.")
     flags.DEFINE_string("attention_of", "", "A short text whose attention weights are drawn, for --heads.")
     flags.DEFINE_list("heads", ["0.0"], "Heads of --attention_of as LAYER.HEAD: 0.3,1.2.")
-    flags.DEFINE_list("card", [], "Card files of other models to compare with.")
+    flags.DEFINE_list("card", [], "Card files, or patterns of them, of other models to compare with.")
     flags.DEFINE_list("save", [], "Activations to write: residual, attention, values.")
     flags.DEFINE_integer("knock_out", 0, "Rows on which every part is removed in turn; 0 for none.", lower_bound=0)
     flags.DEFINE_string("workdir", "", "Folder of results and reports; runs/analyze/NAMES by default.")
 
 
 def series(given: str) -> dict[str, str]:
-    """Returns step -> path, in the order of `NAME@STEP,STEP`, or of the checkpoints that a run kept.
+    """Returns step -> path, in the order of steps, of `NAME@STEP,STEP` or of the checkpoints that a run kept.
 
     A step is a folder in NAME, a checkpoint of the run NAME, or a revision in the local Hugging Face cache; of its
     name, such as step1000, the first number counts. Raises UserError for fewer than two.
@@ -87,7 +88,7 @@ def series(given: str) -> dict[str, str]:
             raise UserError(f"--model={given}: {step!r}", allowed="NAME@STEP,STEP with another number in each")
         folders = [Path(name) / step, Path(name) / "checkpoints" / str(int(number[0]))]
         paths[str(int(number[0]))] = str(next((folder for folder in folders if folder.is_dir()), f"{name}@{step}"))
-    return paths
+    return dict(sorted(paths.items(), key=lambda item: int(item[0])))
 
 
 def _checked_config(path: str) -> Any:
@@ -214,6 +215,9 @@ def main(_: list[str]) -> None:
     if not FLAGS.model:
         raise UserError("--model is missing", allowed="--model=PATH, or --model=NAME=PATH,NAME=PATH")
     in_series = FLAGS.checkpoints or re.fullmatch(r"[^=,]+@[^=,/]+(,[^=,/]+)+", FLAGS.model[0]) is not None
+    if in_series and len(FLAGS.model) > 1:
+        problem = f"--model={FLAGS.model[0]}, a series, and --model={FLAGS.model[1]}"
+        raise UserError(problem, allowed="one series, or several models")
     models = series(FLAGS.model[0]) if in_series else cli.named_paths(FLAGS.model)
     _heads()  # refused before any work
     _streamed()
@@ -232,7 +236,8 @@ def main(_: list[str]) -> None:
 
     require_kinds(FLAGS.save)
     settings = named_settings() if FLAGS.settings else default_settings(FLAGS.quick)
-    others = [card for path in FLAGS.card for card in read_cards(Path(path))]
+    files = [file for pattern in FLAGS.card for file in sorted(glob.glob(pattern)) or [pattern]]
+    others = [card for file in files for card in read_cards(Path(file))]
     configs = [_checked_config(path) for path in models.values()]
     if in_series and len({config.model for config in configs}) > 1:
         problem = f"the models in {FLAGS.model[0]} differ: {', '.join(models)}"

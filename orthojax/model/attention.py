@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from orthojax.config import ModelConfig, require
 from orthojax.model.cache import CachedLayer
-from orthojax.model.interventions import Interventions, force_weights, scale_first
+from orthojax.model.interventions import Interventions, force_weights, replace_heads, scale_first
 from orthojax.model.layers import Norm, Part, scaled
 from orthojax.ops.attention import attention_logits, dot_product_attention, relaxed_causal_mask, weighted_values
 from orthojax.ops.normalizers import Normalizer, apply_normalizer
@@ -66,6 +66,9 @@ class Attention(Part):
             key, value = self.round_kv(key), self.round_kv(value)
         if given.first_value_scale is not None:
             value = scale_first(value, given.first_value_scale[:, None])
+        query, key, value = (
+            replace_heads(a, given, name) for a, name in ((query, "queries"), (key, "keys"), (value, "values"))
+        )
         span, cap, bias, shown = c.layer_window(self.layer), c.attention_soft_cap, given.attention_bias, None
         visible = attention_mask(c, T, rows, self.layer) if cached is None else cached.slots.within(span)
         normalizer = self._normalizer()
@@ -88,6 +91,7 @@ class Attention(Part):
         heads = self._gated(heads, x)
         if given.head_scale is not None:
             heads *= given.head_scale.reshape(1, 1, -1, 1).astype(heads.dtype)
+        heads = replace_heads(heads, given, "head_outputs")
         output = self.dense("output", c.d_model, use_bias=c.has_output_bias, writes_residual=True)
         output = output(heads.reshape(B, T, -1))
         logits, weights = shown or self._logits_and_weights(query, key, visible, normalizer, given)
@@ -95,8 +99,10 @@ class Attention(Part):
             "attention_logits": logits,
             "attention_weights": weights,
             "visible": visible,
+            "queries": query,
             "keys": key,
             "values": value,
+            "head_outputs": heads,
             "value_norms": self._written_norms(jnp.repeat(value, c.num_heads // c.kv_heads, axis=2)),
             "head_norms": self._written_norms(heads),
         }

@@ -21,7 +21,8 @@ from orthojax.errors import UserError
 from orthojax.model.interventions import Interventions
 from orthojax.ops.attention import relaxed_causal_mask
 
-_BY_HEAD_AND_LAYER = {"head_scale", "attention_scale", "mlp_scale"}  # interventions without an axis of positions
+# Interventions without an axis of positions.
+_BY_HEAD_AND_LAYER = {"head_scale", "attention_scale", "mlp_scale", "mlp_unit_scale"}
 
 
 class KVCache(NamedTuple):

@@ -1,7 +1,7 @@
 """Inside a forward pass: `Taps` show the intermediates of a block, `Interventions` change them by layer and head.
 
 Letters: L layers, B batch, T query positions, S key positions (T without a cache), N query heads, K key-value heads,
-H head width, D d_model.
+H head width, V width of a head's values, D d_model, F hidden units of an MLP.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,10 @@ class Taps(NamedTuple):
     attention_logits: jax.Array  # [B, N, T, S] float32, scaled and capped, before bias and mask
     attention_weights: jax.Array  # [B, N, T, S] float32
     visible: jax.Array  # [1 or B, 1, T, S] bool: which keys each query sees; none in a layer without attention
-    keys: jax.Array  # [B, S, K, H], rotated if positions are
-    values: jax.Array  # [B, S, K, d_value]
+    queries: jax.Array  # [B, T, N, H], rotated if positions are
+    keys: jax.Array  # [B, S, K, H], as queries
+    values: jax.Array  # [B, S, K, V]
+    head_outputs: jax.Array  # [B, T, N, V]: sum_j A_ij v_j, gated if heads are, before W_o
     value_norms: jax.Array  # [B, N, S] float32: ||W_o^h v_j||_2, the value as head h writes it to the residual stream
     head_norms: jax.Array  # [B, N, T] float32: ||W_o^h sum_j A_ij v_j||_2, what head h writes, before `attention_scale`
     residual_before: jax.Array  # [B, T, D] residual stream that the block gets
@@ -46,6 +48,7 @@ class Interventions(NamedTuple):
       head_scale: [L, N]. Factor of each head's output; 0 acts as if the head's rows of the output kernel were removed.
       attention_scale: [L]. Factor of what attention adds to the residual stream, bias included.
       mlp_scale: [L]. Factor of what the MLP adds to the residual stream, bias included.
+      mlp_unit_scale: [L, F]. Factor of each hidden unit of the MLPs, which must not be linear or of experts.
       first_value_scale: [L, K]. Factor of the value vectors of position 0.
       first_attention_scale: [L]. Factor of what attention adds at position 0.
       first_mlp_scale: [L]. Factor of what the MLP adds at position 0.
@@ -59,6 +62,14 @@ class Interventions(NamedTuple):
         `attention_pattern` makes some.
       forced_share: [L, N] or, by query, [L, N, T]. Share with which forced weights replace the model's, which costs the
         whole matrix of weights; all other fields except `attention_bias` keep fused attention kernels in use.
+      queries: [L, B, T, N, H]. Replaces queries, as `Taps.queries` of another run.
+      queries_share: [L, N] or [L, N, T]. Share of that replacement.
+      keys: [L, B, T, K, H]. Replaces keys, as `Taps.keys`.
+      keys_share: [L, K] or [L, K, T]. Share of that replacement.
+      values: [L, B, T, K, V]. Replaces values, as `Taps.values`.
+      values_share: [L, K] or [L, K, T]. Share of that replacement.
+      head_outputs: [L, B, T, N, V]. Replaces what heads have read, as `Taps.head_outputs`, after `head_scale`.
+      head_outputs_share: [L, N] or [L, N, T]. Share of that replacement.
       attention_output: [L, B, T, D]. Replaces what attention adds to the residual stream, after all scales.
       attention_output_share: [L], [L, T] or [L, B, T]. Share of that replacement.
       mlp_output: [L, B, T, D]. Replaces what the MLP adds, after all scales.
@@ -76,12 +87,21 @@ class Interventions(NamedTuple):
     head_scale: jax.Array | None = None
     attention_scale: jax.Array | None = None
     mlp_scale: jax.Array | None = None
+    mlp_unit_scale: jax.Array | None = None
     first_value_scale: jax.Array | None = None
     first_attention_scale: jax.Array | None = None
     first_mlp_scale: jax.Array | None = None
     attention_bias: jax.Array | None = None
     forced_weights: jax.Array | None = None
     forced_share: jax.Array | None = None
+    queries: jax.Array | None = None
+    queries_share: jax.Array | None = None
+    keys: jax.Array | None = None
+    keys_share: jax.Array | None = None
+    values: jax.Array | None = None
+    values_share: jax.Array | None = None
+    head_outputs: jax.Array | None = None
+    head_outputs_share: jax.Array | None = None
     attention_output: jax.Array | None = None
     attention_output_share: jax.Array | None = None
     mlp_output: jax.Array | None = None
@@ -94,13 +114,21 @@ _SHAPES = {
     "head_scale": ("LN",),
     **dict.fromkeys(("attention_scale", "mlp_scale", "first_attention_scale", "first_mlp_scale"), ("L",)),
     "first_value_scale": ("LK",),
+    "mlp_unit_scale": ("LF",),
+    "queries": ("LBTNH",),
+    "keys": ("LBTKH",),
+    "values": ("LBTKV",),
+    "head_outputs": ("LBTNV",),
+    **dict.fromkeys(("queries_share", "head_outputs_share"), ("LN", "LNT")),
+    **dict.fromkeys(("keys_share", "values_share"), ("LK", "LKT")),
     **dict.fromkeys(("attention_bias", "forced_weights"), ("TS", "BTS", "LBNTS")),
     "forced_share": ("LN", "LNT"),
     **dict.fromkeys(("attention_output", "mlp_output", "residual"), ("LBTD",)),
     **dict.fromkeys(("attention_output_share", "mlp_output_share", "residual_share"), ("L", "LT", "LBT")),
 }
+_OF_HEADS = ("queries", "keys", "values", "head_outputs")
 _PAIRS = {"forced_weights": "forced_share"} | {
-    name: f"{name}_share" for name in ("attention_output", "mlp_output", "residual")
+    name: f"{name}_share" for name in (*_OF_HEADS, "attention_output", "mlp_output", "residual")
 }
 
 
@@ -132,6 +160,10 @@ def split_layers(
     c, arrays = config, {}
     sizes = {"L": ("num_layers", c.num_layers), "N": ("num_heads", c.num_heads), "K": ("num_kv_heads", c.kv_heads)}
     sizes |= {"B": ("batch", batch), "T": ("length", length), "S": ("length", length), "D": ("d_model", c.d_model)}
+    sizes |= {"H": ("head_dim", c.head_dim), "V": ("value_dim", c.value_dim), "F": ("d_mlp", c.d_mlp)}
+    kinds = {"linear", "experts"}.intersection(map(c.layer_mlp, range(c.num_layers)))
+    if given.mlp_unit_scale is not None and kinds:
+        raise UserError(f"interventions.mlp_unit_scale with mlp={min(kinds)!r}", allowed="MLPs with hidden units")
     for name, array in given._asdict().items():
         if array is not None:
             arrays[name] = _checked(name, real_array(array, f"interventions.{name}"), sizes)
@@ -187,6 +219,14 @@ def intervene(x: jax.Array, interventions: Interventions, part: Literal["attenti
     if first is not None:
         x = scale_first(x, first.reshape(1))
     return replace(x, getattr(interventions, f"{part}_output"), getattr(interventions, f"{part}_output_share"))
+
+
+def replace_heads(x: jax.Array, given: Interventions, name: str) -> jax.Array:
+    """Replaces [B, T, N, H] by the intervention `name`, with a share [N] or [N, T]."""
+    values, share = getattr(given, name), getattr(given, f"{name}_share")
+    if values is None or share is None:
+        return x
+    return blend(x, values, share.reshape(share.shape[0], -1).T[None, :, :, None])
 
 
 def replace(x: jax.Array, values: jax.Array | None, share: jax.Array | None) -> jax.Array:

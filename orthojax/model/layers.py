@@ -146,14 +146,15 @@ class Feedforward(Part):
 
     @nn.compact
     def __call__(self, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-        """Maps [B, T, D] to [B, T, D]; `factor` [B, T, width] multiplies the hidden units."""
+        """Maps [B, T, D] to [B, T, D]; `factor` [B, T, width] or [width] multiplies the hidden units."""
         c = self.config
         width = c.d_mlp if self.width is None else self.width
         if self.kind != "linear":
             parts = ("input", "gate") if self.kind in get_args(GatedMlp) else ("input",)
             hidden = [self.dense(part, width, use_bias=self.hidden_bias or None)(x) for part in parts]
             x = _recomputed(_ACTIVATIONS[self.kind])(*hidden)
-            x = x if factor is None else x * factor.astype(x.dtype)
+            if factor is not None:
+                x *= factor.astype(x.dtype).reshape((1,) * (x.ndim - factor.ndim) + factor.shape)
         bias = False if self.hidden_bias else None
         return self.dense("output", c.d_model, use_bias=bias, writes_residual=True)(x)
 

@@ -78,7 +78,7 @@ class Block(nn.Module):
             if kind == "experts":
                 mlp_output = Experts(c, self.linear, name="mlp")(read)
             else:
-                mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read)
+                mlp_output = Feedforward(c, self.linear, kind, name="mlp")(read, given.mlp_unit_scale)
             mlp_output = self._normed(mlp_output, "mlp", "output")
         mlp_output = intervene(scaled(mlp_output, c.residual_multiplier), given, "mlp")
         x = (post_attention + mlp_output).astype(residual_before.dtype)
@@ -108,8 +108,10 @@ class Block(nn.Module):
         return {
             **dict.fromkeys(("attention_logits", "attention_weights"), by_pair),
             "visible": jnp.zeros((1, 1, T, T), bool),
+            "queries": jnp.zeros((B, T, c.num_heads, c.head_dim)),
             "keys": jnp.zeros((B, T, c.kv_heads, c.head_dim)),
             "values": jnp.zeros((B, T, c.kv_heads, c.value_dim)),
+            "head_outputs": jnp.zeros((B, T, c.num_heads, c.value_dim)),
             **dict.fromkeys(("value_norms", "head_norms"), by_query),
         }
 

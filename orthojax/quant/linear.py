@@ -39,9 +39,10 @@ def _in_blocks(x: jax.Array, setting: QuantizationSetting, axes: tuple[int, ...]
     return blocks(x, axes)
 
 
-def _input_axes(x: jax.Array, setting: QuantizationSetting) -> Axes:
-    """Returns the axes of x [..., in] that share one scale."""
-    return {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}[setting.inputs or "tensor"]
+def _fake_quantize_activations(x: jax.Array, setting: QuantizationSetting, scales: str) -> jax.Array:
+    """Rounds inputs or outputs [..., features] with one scale for each feature, for each token, or for all."""
+    axes: dict[str, Axes] = {"feature": tuple(range(x.ndim - 1)), "token": -1, "tensor": None}
+    return _fake_quantize(x, setting, setting.input_bits, axes[scales])
 
 
 def _fake_quantize_kernel(kernel: jax.Array, setting: QuantizationSetting, path: str) -> jax.Array:
@@ -94,10 +95,10 @@ def quantized_linear(setting: QuantizationSetting, include: str = ALL_BUT_HEAD) 
         if setting.inputs == "block":
             a = _in_blocks(a, setting, (-1,))
         elif setting.inputs is not None:
-            a = _fake_quantize(a, setting, setting.input_bits, _input_axes(a, setting))
+            a = _fake_quantize_activations(a, setting, setting.inputs)
         w = _fake_quantize_kernel(w, setting, path)
         y = float_linear(a, w, None if bias is None else bias.astype(a.dtype), path)
-        y = y if setting.outputs is None else _fake_quantize(y, setting, setting.input_bits, None)
+        y = y if setting.outputs is None else _fake_quantize_activations(y, setting, setting.outputs)
         return y if is_head(path) else y.astype(x.dtype)
 
     return linear

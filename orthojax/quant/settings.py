@@ -34,7 +34,7 @@ class QuantizationSetting:
       inputs: Scales of x: one for each input feature over all tokens of the batch, one for each token over its
         features, one for the whole batch, one for each `block` of neighbouring features of a token, or None for inputs
         that stay float. One for each feature cannot be pulled out of a product of integers.
-      outputs: One scale for all of y, bias included, or None for outputs that stay float.
+      outputs: One scale for all of y, bias included, one for each token, or None for outputs that stay float.
       activation_bits: Width of the integers of inputs and outputs, if it differs from `bits`.
       group_size: Neighbouring input features of one output channel that share a scale; it must divide the input
         features of every layer. None: all of them share one.
@@ -48,7 +48,7 @@ class QuantizationSetting:
     scheme: str
     weights: Literal["output_channel", "tensor", "block"]
     inputs: Literal["feature", "token", "tensor", "block"] | None = None
-    outputs: Literal["tensor"] | None = None
+    outputs: Literal["token", "tensor"] | None = None
     activation_bits: int | None = None
     group_size: int | None = None
     keys_and_values: int | None = None
