@@ -4,8 +4,9 @@
 set -euo pipefail
 name=$1 zone=$2
 shift 2
-flags=$(printf ' %q' --multihost --compile_cache=runs/xla --config.mesh.fsdp=-1 "$@")
-loop="until orthojax train$flags; do [ \$? -eq 75 ] || break; sleep 20; done"
+flags=$(printf ' %q' --multihost --compile_cache=runs/xla "$@")  # the config says how: mesh.fsdp=-1 or mesh.data=-1
+# 75: another was lost. 134: another did not join. 137, 139: this one was killed, or crashed.
+loop="until orthojax train$flags; do case \$? in 75|134|137|139) sleep 20;; *) break;; esac; done"
 # A command dies with its ssh connection; nohup and setsid take it out of the session.
 gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all \
   --command="cd orthojax && nohup setsid bash -c $(printf %q "$loop") > train.log 2>&1 < /dev/null &"

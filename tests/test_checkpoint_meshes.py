@@ -1,6 +1,7 @@
 """Checkpoints saved on one mesh and read on others, by training, plain Orbax and the command line; runs on stores."""
 
 import re
+import shutil
 
 import fake_store
 import foreign_reader
@@ -14,7 +15,8 @@ from tiny_run import Stop, bits, blank_state, by_path, stop_at
 from orthojax import load
 from orthojax import train as training
 from orthojax.config import replace
-from orthojax.data import prepare, text_parts
+from orthojax.data import open_token_file, prepare, text_parts
+from orthojax.data.token_files import fetched_pattern
 from orthojax.errors import UserError
 from orthojax.stores import as_path
 from orthojax.train import Checkpoints, find_checkpoint, open_inputs, read_metrics, train, verify_checkpoint
@@ -176,8 +178,23 @@ def test_a_run_on_a_store_resumes_to_the_bits_of_one_on_a_disk(tmp_path, store):
         train(replace(config, {"train.tensorboard": True}), inputs, as_path("gs://bucket/other", "workdir"))
 
 
+def test_what_was_deleted_on_a_store_is_not_read_from_the_cache(tmp_path, store):
+    (tmp_path / "a.txt").write_text("the quick brown fox. " * 200)
+    for name in ("train", "train2"):
+        prepare(store / name, text_parts([str(tmp_path / "a.txt")], ["train", "validation"]), "bytes")
+    for suffix in (".bin", ".json"):
+        shutil.move(store / f"train2/train{suffix}", store / f"train/train2{suffix}")
+    pattern = "gs://bucket/train/train*.bin"
+    both = open_token_file(fetched_pattern(pattern, tmp_path / "cache")).info.n_tokens
+    (store / "train/train2.bin").unlink()
+    assert open_token_file(fetched_pattern(pattern, tmp_path / "cache")).info.n_tokens == both // 2
+
+
 def test_a_store_without_its_package_is_named():
-    with pytest.raises(UserError, match=r"(?s)workdir s3://bucket/run cannot be reached.*pip install s3fs"):
-        as_path("s3://bucket/run", "workdir")
+    with pytest.raises(UserError, match=r"(?s)config file s3://bucket/run cannot be reached.*pip install s3fs"):
+        as_path("s3://bucket/run", "config file")
+    for what in ("workdir", "checkpoint"):
+        with pytest.raises(UserError, match=rf"{what} az://bucket/run: checkpoints are not written there"):
+            as_path("az://bucket/run", what)
     with pytest.raises(UserError, match="ftp://host/run is an address"):
         as_path("ftp://host/run", "workdir")

@@ -289,6 +289,14 @@ def test_files_of_datatrove_are_read(tmp_path, dtype):
     write_datatrove(tmp_path / "0_shuffled.ds", [[5, 6]], dtype)
     with pytest.raises(UserError, match="ends with the id 6, not 257"):
         open_dataset(dataclasses.replace(config, paths=(paths[1], paths[1])), tmp_path)
+    write_datatrove(tmp_path / "0_shuffled.ds", [[5, 7, 257], [258, 257]], dtype)
+    with pytest.raises(UserError, match=r"has token 258, data\.tokenizer has 258"):
+        open_token_file(paths[1], tokenizer="bytes")
+    digests = []  # other text in documents of the same lengths is other data
+    for document in ([5, 7, 257], [7, 5, 257]):
+        write_datatrove(tmp_path / "0_shuffled.ds", [document], dtype)
+        digests.append(open_token_file(paths[1], tokenizer="bytes").info.data_sha256)
+    assert digests[0] != digests[1]
     (tmp_path / "0_shuffled.ds").write_bytes(b"123456789")
     with pytest.raises(UserError, match="its index says"):
         open_token_file(paths[1], tokenizer="bytes")

@@ -271,6 +271,20 @@ def test_slurm_requeues_what_was_stopped_or_lost(tmp_path, status, restarts, aga
     assert done.stdout.count("again: requeue 7") == again
 
 
+@pytest.mark.parametrize(("alone", "again"), [(2, 0), (1, 0), (137, 1)])
+def test_slurm_does_not_requeue_what_fails_in_one_process(tmp_path, alone, again):
+    """The others then end with 75, as they do if it was killed, and srun returns the highest status."""
+    command(tmp_path, "srun", 'highest=0; for SLURM_PROCID in 0 1; do export SLURM_PROCID; "${@:4}"; status=$?; '
+            "[ $status -gt $highest ] && highest=$status; done; exit $highest")  # fmt: skip
+    command(tmp_path, "orthojax", f"[ $SLURM_PROCID = 0 ] && exit 75; exit {alone}")
+    command(tmp_path, "scontrol", 'echo "again: $*"')
+    done = subprocess.run(
+        ["bash", SCRIPTS[0], "--workdir=W"], capture_output=True, text=True, cwd=tmp_path,
+        env=environment(tmp_path, SLURM_JOB_ID="7"),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.count("again: requeue 7")) == (max(75, alone), again)
+
+
 def test_flags_of_xla_are_known():
     """An unknown one ends the process."""
     (flags,) = re.findall(r'XLA_FLAGS="(.*) \$', SCRIPTS[0].read_text())
@@ -289,7 +303,7 @@ def test_tpu_workers_run_it_detached_and_again_if_one_is_lost(tmp_path):
     remote = next(line for line in sent if line.startswith("--command=")).removeprefix("--command=")
     command(tmp_path, "sleep", "")
     command(tmp_path, "orthojax", f'printf "%s|" "$@" >> {tmp_path}/calls; echo >> {tmp_path}/calls; '
-            f'[ $(wc -l < {tmp_path}/calls) -eq 3 ] && exit 2; exit 75')  # fmt: skip
+            f'n=$(wc -l < {tmp_path}/calls); [ $n -eq 3 ] && exit 2; [ $n -eq 1 ] && exit 137; exit 75')  # fmt: skip
     (tmp_path / "home/orthojax").mkdir(parents=True)
     subprocess.run(["bash", "-c", f"{remote} wait"], cwd=tmp_path / "home", env=environment(tmp_path), check=True)
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -320,7 +334,7 @@ def test_two_processes_find_each_other_as_under_slurm(tmp_path):
     tasks = 'for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i "${@:4}" & pids+=($!); done; '
     command(tmp_path, "srun", f"{tasks}for pid in ${{pids[@]}}; do wait $pid || exit $?; done")
     command(tmp_path, "orthojax", 'exec python3 -m orthojax "$@"')
-    flags = [f"--config.{name}={value}" for name, value in FLAGS.items()]
+    flags = [f"--config.{name}={value}" for name, value in (FLAGS | {"mesh.data": -1}).items()]
     given = dict(SLURM_JOB_ID=str(os.getpid()), SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2")
     given |= {"SLURM_STEP_NUM_NODES": "1", "JAX_NUM_CPU_DEVICES": "1", "ORTHOJAX_COMPILE_CACHE": ""}
     done = subprocess.run(

@@ -32,6 +32,7 @@ from orthojax.stores import as_path, fetched
 
 FORMAT_VERSION = 2
 _ALWAYS_COMPARED_BYTES = 1 << 28  # takes a second at most
+_COMPARED_IDS, _COMPARED_PARTS = 2**16, 64  # of a file without a sidecar, the rest is not read before training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +165,8 @@ def fetched_pattern(pattern: str, cache_dir: Path) -> str:
         raise UserError(f"no token file matches {pattern}", allowed="the pattern of token files")
     beside = [each for of in found for each in (of.with_suffix(".json"), of.with_name(f"{of.name}.index"))]
     copies = [fetched(each, cache_dir) for each in (*found, *beside, path.with_name("tokenizer.json")) if each.exists()]
+    for gone in {*copies[0].parent.glob(path.name)} - {*copies}:  # else the pattern would match what was deleted there
+        gone.unlink(missing_ok=True)
     return str(copies[0].with_name(path.name))
 
 
@@ -213,7 +216,8 @@ def _map(path: Path, dtype: str) -> np.ndarray:
 def _open_datatrove(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
     """Opens ids (x.ds) and the ends of documents (x.ds.index, uint64 [n]) of datatrove.
 
-    The data_sha256 covers the size of the file and its index, but not the ids.
+    The data_sha256 covers the size of the file, its index, and of its ids a few million, spread evenly; the same ids
+    are compared with the tokenizer's.
     """
     index = path.with_name(f"{path.name}.index")
     require_file(path, "token file")
@@ -227,6 +231,13 @@ def _open_datatrove(path: Path, tokenizer: Tokenizer | None) -> TokenFile:
         problem = f"{path} has {size} bytes, its index says {n_tokens} ids"
         raise UserError(problem, allowed="the files of one complete run of datatrove")
     dtype, digest = f"uint{8 * size // n_tokens}", hashlib.sha256(f"{size} ".encode() + ends.tobytes())
+    ids = _map(path, dtype)
+    parts = np.linspace(0, max(n_tokens - _COMPARED_IDS, 0), _COMPARED_PARTS).astype(int)
+    for some in (ids[start : start + _COMPARED_IDS] for start in dict.fromkeys(parts.tolist())):
+        digest.update(some.tobytes())
+        if (largest := int(some.max(initial=0))) >= tokenizer.vocab_size:
+            problem = f"{path} has token {largest}, data.tokenizer has {tokenizer.vocab_size}"
+            raise UserError(problem, allowed="the tokenizer that made the file")
     info = TokenFileInfo(
         *(FORMAT_VERSION, dtype, n_tokens, 0, len(ends)),  # pyright: ignore
         *(tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.spec, tokenizer.sha256),

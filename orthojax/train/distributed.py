@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,8 @@ from orthojax.errors import Interrupted, UserError
 T = TypeVar("T")
 LOST = 75  # EX_TEMPFAIL of sysexits.h
 _LOST_WORDS = re.compile(rb"oordination|distributed service|Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|onnection")
+_PREPARED_MS = 24 * 3600 * 1000  # process 0 may tokenise for hours; a lost process ends the wait
+_starts = itertools.count()
 _FAIL_TOGETHER_MS = 5000  # what others may need to fail for the same reason
 _kept: list[Any] = []  # the handler that C calls
 
@@ -172,6 +175,7 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
     except Exception as error:
         failure = error
     if jax.process_count() > 1:
+        _wait_for_all()
         values = dict(same or {})
         first = from_primary(lambda: values)
         own = [failure is not None, *(values[name] != first[name] for name in first)]
@@ -189,6 +193,14 @@ def sync_start(prepare: Callable[[], T], same: Mapping[str, str] | None = None) 
     if failure is not None:
         raise failure
     return cast(T, prepared)
+
+
+def _wait_for_all() -> None:
+    """Waits until all processes are here, however long one takes: a collective gives up after half a minute."""
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    client.wait_at_barrier(f"start {next(_starts)}", _PREPARED_MS)
 
 
 def from_primary(read: Callable[[], T]) -> T:
