@@ -7,6 +7,7 @@ first token, and the loss of the later tokens in nats, as the model is and so ch
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import orthojax
@@ -16,10 +17,8 @@ def measured(loaded, tokens):
     """Returns (share of weight on the first token, loss) of tokens int [B, T], as the model is and without the sink."""
     keys = orthojax.analysis.measure(loaded, [tokens], lambda taps: taps.keys)  # [L, B, T, K, H]
     L, _, T, K, _ = keys.shape
-    share = np.zeros((L, K, T), np.float32)
-    share[..., 0] = 1.0
-    found = []
-    for changes in (None, orthojax.Interventions(keys=np.roll(keys, -1, axis=2), keys_share=share)):
+    share, found = jnp.zeros((L, K, T)).at[..., 0].set(1.0), []
+    for changes in (None, orthojax.Interventions(keys=jnp.roll(keys, -1, axis=2), keys_share=share)):
         logits, weights = loaded.model.apply(
             {"params": loaded.params}, tokens, interventions=changes, observe=lambda taps: taps.attention_weights
         )

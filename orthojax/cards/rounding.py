@@ -134,7 +134,7 @@ def _numbers(of: quant.Divergence, suffix: str = "") -> _Numbers:
     """Returns the numbers of a format: nan or an overflow is no number."""
     loss = float(np.mean(of.loss_nats))
     if not loss < _LARGEST_LOSS:
-        return {"left_out": f"the perplexity{suffix} overflows"}
+        return {"left_out": "the perplexity overflows" + suffix.replace("_", " with ", 1).replace("_", " ")}
     added = of.loss_nats - of.float_loss_nats
     found = {"perplexity": math.exp(loss), "lost": math.expm1(float(np.mean(added)))}
     for name, by_row in {"loss_added_nats": added, "kl_nats": of.kl_nats, "agreement": of.agreement}.items():

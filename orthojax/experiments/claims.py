@@ -461,7 +461,8 @@ def equivalent(
     def within(after: Result, before: Result, *others: Result) -> bool:
         from scipy import stats  # here, because it takes a second to import
 
-        change, other = _log_ratios(after, before, metric), _log_ratios(*others, metric) if others else {}
+        change = _log_ratios(after, before, metric)
+        other = _log_ratios(others[0], others[1], metric) if others else {}
         logs = [value - other.get(seed, 0.0) for seed, value in change.items() if not others or seed in other]
         if len(logs) < 2:
             return False
@@ -488,7 +489,8 @@ def significantly_lower(
         logs = {of: list(_log_ratios(after, before, of).values()) for of in family}
         if len(logs[metric]) < 2:
             return False
-        p_values = {of: float(stats.ttest_1samp(values, 0.0).pvalue) for of, values in logs.items()}
+        tests: dict[Quantity, Any] = {of: stats.ttest_1samp(values, 0.0) for of, values in logs.items()}
+        p_values = {of: float(test.pvalue) for of, test in tests.items()}
         # Holm: the k-th smallest of m counts m + 1 - k times, and none is below a smaller one's.
         ordered = sorted(p_values.values())
         adjusted = max((len(ordered) - k) * p for k, p in enumerate(ordered) if p <= p_values[metric])
