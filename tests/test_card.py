@@ -400,6 +400,15 @@ def test_scales_for_each_token_are_tried_for_outputs_too():
     assert found["kl_nats_per_token"] > 0.5 * found["kl_nats"] > 5 * float_outputs["kl_nats"]
 
 
+def test_every_format_is_measured():
+    own = tiny_loaded(RUN, drawn_params(CONFIG, 0.5))
+    settings = {
+        name: quant.setting_named(name) for name in ("int8_coarse", "int4_zeropoint", "w4a4", "fp8_e4m3", "nvfp4")
+    }
+    formats = cards.card(own, rows(1, 4), settings=settings)["rounding"]
+    assert [of["format"] for of in formats if "kl_nats" in of and "left_out" not in of] == list(settings)
+
+
 def test_errors_are_those_of_means_over_rows():
     own = tiny_loaded(RUN, drawn_params(CONFIG, 0.5))
     found = cards.card(own, rows(3, 6), settings={})

@@ -75,9 +75,9 @@ class Rounding:
         if quantize_head:
             found |= self.numbers(rounded(setting, "", linear_head=True), suffix="_with_head")
         failed = found.get("kl_nats", math.inf) > FAILS
-        by_token = dataclasses.replace(setting, inputs="token", outputs=setting.outputs and "token")
         if setting.inputs == "tensor" and (failed or not quick):  # what a sink does to the scale of all tokens
             found |= self._first_in_float(setting, plain)
+            by_token = dataclasses.replace(setting, inputs="token", outputs=setting.outputs and "token")
             per_token = self.compare(rounded(by_token))
             found |= _numbers(per_token, "_per_token") | self._first_in_float(by_token, per_token, "_per_token")
         elif failed:
