@@ -268,6 +268,21 @@ def test_what_the_recipes_say_without_numbers_is_so():
         assert (times[1] > times[0]) == (name == "adam")
 
 
+def test_the_table_of_the_atlas_is_that_of_its_cards():
+    cards = json.loads((ROOT / "results/atlas/trained.json").read_text())
+    _, found = table_of((ROOT / "results/README.md").read_text(), "recipe | D_sink")
+    for card, (_, *cells) in zip(cards, found, strict=True):
+        coarse, w4a4 = ({of["format"]: of for of in card["rounding"]}[name] for name in ("int8_coarse", "w4a4"))
+        sinks = [(coarse, ""), (coarse, "_per_token"), (w4a4, "")]
+        shown = [f"{of[f'd_sink_nats{by}']:.3f} ± {of[f'd_sink_nats{by}_se']:.3f}" for of, by in sinks]
+        (layer,) = w4a4["float_layers"][0]["layers"]
+        assert cells == [*shown, f"{w4a4['kl_nats']:.3f}", f"`{layer}`"]
+    sink = {card["model"]["name"]: {of["format"]: of["d_sink_nats"] for of in card["rounding"] if "d_sink_nats" in of}
+            for card in cards}  # fmt: skip
+    assert max(sink, key=lambda name: sink[name]["w4a4"]) == "elementwise_gate"
+    assert min(sink, key=lambda name: sink[name]["w4a4"]) == "sinks"
+
+
 def said_in_short() -> dict[str, str]:
     """Claim of in_short.md -> what is measured, from the results."""
     of_cure = BELIEVE["settings"]("softmax-1 and OrthoAdam")
