@@ -175,6 +175,24 @@ def test_seeds_share_programs_and_decide_initial_parameters():
     assert all(build(replace(CONFIG, {path: value})) is not build(CONFIG) for path, value in others.items())
 
 
+def test_options_of_the_compiler_are_those_of_the_step():
+    config = replace(
+        TINY, {"train.compiler_options": ("xla_backend_optimization_level=0", "xla_cpu_enable_fast_math=true")}
+    )
+    built, plain = build(config), build(TINY)
+    assert built.step is not plain.step
+    state, tokens = init_state(config), jnp.asarray(rows(0, config.train.batch_size))
+    _, metrics = built.step(state, tokens)
+    _, expected = plain.step(init_state(TINY), tokens)
+    np.testing.assert_allclose(metrics.loss_sum_nats, expected.loss_sum_nats, rtol=1e-5)
+    for option, why in {
+        "xla_no_such_option=1": "No such compile option",
+        "xla_cpu_enable_fast_math": "not a valid bool",
+    }.items():
+        with pytest.raises(UserError, match=rf"train.compiler_options: '{option}.*{why}"):
+            build(replace(TINY, {"train.compiler_options": (option,)}))
+
+
 def test_every_seed_has_bases_of_its_own():
     def update(changes):
         config = replace(CONFIG, {"optim.optimizer": "orthoadam", "optim.warmup_steps": 0} | changes)

@@ -277,6 +277,7 @@ class TrainConfig:
       steps_per_dispatch: Maximum number of optimizer steps in one compiled call, so that small steps do not wait for
         Python; None takes as many as pay off, which is 1 on accelerators. A call ends whenever something is probed,
         validated or saved, and signals wait for its end. On a CPU it does not change a bit of the results.
+      compiler_options: Options of XLA for the training step, NAME=VALUE: "xla_gpu_enable_triton_gemm=false", say.
       activation_penalty: Factor of a training-loss term that penalises large activations: TWEO's lambda, 0.01 in the
         paper, see `orthojax.train.step.activation_penalty`. Metrics report the loss without it. 0: no term.
       seed: Seed of the initial parameters, and of OrthoAdam's bases unless `optim.rotation.seed` is given.
@@ -307,6 +308,7 @@ class TrainConfig:
     matmul_hadamard: bool = setting(True)
     matmul_square: bool = setting(True)
     steps_per_dispatch: int | None = setting(None, POSITIVE, affects="computation")
+    compiler_options: tuple[str, ...] = setting((), affects="computation")
     activation_penalty: float = setting(0.0, NOT_NEGATIVE)
     seed: int = setting(0, SEED)
     init_from: str = setting("", affects="start")

@@ -1,7 +1,7 @@
 """The pure training step, its state, and the program of a run: built once from its config, then only objects."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -221,12 +221,33 @@ def make_pure_step(
     return train_step
 
 
-def _jit(function: Callable[..., Any], mesh: Mesh | None, shardings: TrainState | None, *specs: PartitionSpec) -> Any:
-    """Jits (state, *arrays) -> (state, metrics), whose state is donated; `given` are the specs of the arrays."""
+def _jit(
+    function: Callable[..., Any],
+    mesh: Mesh | None,
+    shardings: TrainState | None,
+    *specs: PartitionSpec,
+    compiler_options: Mapping[str, str | bool] | None = None,
+) -> Any:
+    """Jits (state, *arrays) -> (state, metrics), whose state is donated; `specs` are those of the arrays."""
+    options: Any = {"donate_argnums": 0, "compiler_options": dict(compiler_options) if compiler_options else None}
     if mesh is None:
-        return jax.jit(function, donate_argnums=0)
+        return jax.jit(function, **options)
     whole, arrays = NamedSharding(mesh, PartitionSpec()), (NamedSharding(mesh, spec) for spec in specs)
-    return jax.jit(function, donate_argnums=0, in_shardings=(shardings, *arrays), out_shardings=(shardings, whole))
+    return jax.jit(function, **options, in_shardings=(shardings, *arrays), out_shardings=(shardings, whole))
+
+
+def _compiler_options(given: Sequence[str]) -> dict[str, str | bool]:
+    """Returns options of XLA by name; UserError for one that is not NAME=VALUE, or that XLA does not take."""
+    options: dict[str, str | bool] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+        try:
+            jax.jit(lambda: 0, compiler_options={name: options[name]}).lower().compile()
+        except Exception as error:  # of a private type
+            problem = f"train.compiler_options: {text!r}: {str(error).splitlines()[0]:.200}"
+            raise UserError(problem, allowed="NAME=VALUE of this XLA, as in XLA_FLAGS without --") from None
+    return options
 
 
 def jit_train_step(
@@ -244,7 +265,12 @@ def jit_train_step(
 
 
 def jit_train_steps(
-    step: TrainStep, *, mesh: Mesh | None = None, shardings: TrainState | None = None, draw: Draw | None = None
+    step: TrainStep,
+    *,
+    mesh: Mesh | None = None,
+    shardings: TrainState | None = None,
+    draw: Draw | None = None,
+    compiler_options: Mapping[str, str | bool] | None = None,
 ) -> TrainSteps:
     """Builds the jitted loop over a step of `make_pure_step`; the state is donated.
 
@@ -270,7 +296,8 @@ def jit_train_steps(
         empty = jax.tree.map(lambda x: jnp.zeros((batches.shape[1], *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, count, body, (state, empty))
 
-    return _jit(train_steps, mesh, shardings, ROWS if draw is None else PartitionSpec(), PartitionSpec())
+    specs = (ROWS if draw is None else PartitionSpec(), PartitionSpec())
+    return _jit(train_steps, mesh, shardings, *specs, compiler_options=compiler_options)
 
 
 class Program(NamedTuple):
@@ -311,6 +338,7 @@ def build(config: Config, task: BigramBackcopy | None = None) -> Program:
         drawn=None if task is None else (task, train.batch_size),
         gather_table=config.mesh.gather_table,
         products=training_linear(train),
+        compiler_options=train.compiler_options,
     )
 
 
@@ -329,6 +357,7 @@ def _build(
     drawn: tuple[BigramBackcopy, int] | None,
     gather_table: bool,
     products: LinearFunction,
+    compiler_options: tuple[str, ...],
 ) -> Program:
     model, schedule = Transformer(model_config), learning_rate_schedule(optim, steps)
     trained = Transformer(model_config, linear=products if mesh is None else on_rows(products))
@@ -364,11 +393,12 @@ def _build(
         return task.batch(number, batch_size, length, seed)
 
     placed: Any = {"mesh": mesh, "shardings": shardings}
+    compiled: Any = {"compiler_options": _compiler_options(compiler_options)}
     step = make_pure_step(loss_sum, optimizer, schedule, accumulation_steps=accumulation_steps, **placed)
-    steps_of = jit_train_steps(step, **placed, draw=draw if drawn else None)
+    steps_of = jit_train_steps(step, **placed, draw=draw if drawn else None, **compiled)
     # With out_shardings the state is never whole on one device.
     jitted_init = jax.jit(init) if mesh is None else jax.jit(init, out_shardings=shardings)
-    return Program(mesh, optimizer, shardings, jitted_init, _jit(step, mesh, shardings, ROWS), steps_of)
+    return Program(mesh, optimizer, shardings, jitted_init, _jit(step, mesh, shardings, ROWS, **compiled), steps_of)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
