@@ -95,17 +95,10 @@ class Attention(Part):
         output = self.dense("output", c.d_model, use_bias=c.has_output_bias, writes_residual=True)
         output = output(heads.reshape(B, T, -1))
         logits, weights = shown or self._logits_and_weights(query, key, visible, normalizer, given)
-        taps = {
-            "attention_logits": logits,
-            "attention_weights": weights,
-            "visible": visible,
-            "queries": query,
-            "keys": key,
-            "values": value,
-            "head_outputs": heads,
-            "value_norms": self._written_norms(jnp.repeat(value, c.num_heads // c.kv_heads, axis=2)),
-            "head_norms": self._written_norms(heads),
-        }
+        taps = {"attention_logits": logits, "attention_weights": weights, "visible": visible}
+        taps |= {"queries": query, "keys": key, "values": value, "head_outputs": heads}
+        taps["value_norms"] = self._written_norms(jnp.repeat(value, c.num_heads // c.kv_heads, axis=2))
+        taps["head_norms"] = self._written_norms(heads)
         return output, taps, new
 
     def _gated(self, heads: jax.Array, x: jax.Array) -> jax.Array:
