@@ -15,14 +15,14 @@ def as_path(text: str, what: str) -> Any:
     """Returns the path of a text, which on an object store (gs://, s3://, az://) is one of `etils.epath`.
 
     Raises:
-      UserError: If it is another address, fsspec's package for the store is missing, or it is a workdir or checkpoint
-        and not on gs://, the only store that Orbax writes to; `what` names it.
+      UserError: If it is another address, fsspec's package for the store is missing, or it is a workdir, checkpoint or
+        model and not on gs://, the only store that Orbax writes to; `what` names it.
     """
     scheme, found, _ = text.partition("://")
     if not found or scheme not in _STORES:
         require_local(text, what)
         return Path(text)
-    if scheme != "gs" and what in ("workdir", "checkpoint"):
+    if scheme != "gs" and what in ("workdir", "checkpoint", "model"):
         raise UserError(f"{what} {text}: checkpoints are not written there", allowed="gs://, or a disk")
     with needing(f"{what} {text}", "train"):
         from etils import epath  # type: ignore[import-not-found]

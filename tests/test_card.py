@@ -344,8 +344,9 @@ def test_sentences_say_what_breaks_and_what_helps():
     sink = "0.4 ± 0.1 of this goes with the first token in float (D_sink). 2 of 3 formats fail, also w4a4."
     assert fails.says == f"Fails: int8_coarse, {costs}; {sink}"
     assert list(remedies(broken)) == ["_per_token", "_float_layers", "_rotated", "_float_first"]
-    tried = "scales for each token 98%, b, c in float 75%, a rotation 30%, the first token in float takes away nothing"
-    assert to_do.says == f"What takes away the KL divergence: at int8_coarse, {tried}; at w4a4, nothing was tried."
+    tried = "scales for each token 98%, b, c in float 75%, a rotation 30%, the first token in float 0%"
+    what = "What helps, and the share of the KL divergence that it removes"
+    assert to_do.says == f"{what}: at int8_coarse, {tried}; at w4a4, nothing was tried."
     assert ("int8_coarse", "helps", "int8_coarse") in to_do.rows
 
 
@@ -353,7 +354,10 @@ def test_sentences_are_not_made_of_noise_or_of_cards_without_kl():
     _, fails, _ = cards.findings(card(entry(d_sink_nats=0.03, d_sink_nats_se=0.02)))
     assert "none of it measurably goes with the first token in float (D_sink 0.03 ± 0.02)" in fails.says
     overflow = {"format": "w4a4", "left_out": "it overflows", "kl_nats_rotated": 0.3, "kl_nats_per_token": 7.0}
-    assert remedies(overflow) == {"_rotated": (1.0, "a rotation"), "_per_token": (1.0, "scales for each token")}
+    assert [words for _, words in remedies(overflow).values()] == [
+        "a rotation (KL 0.3 nats)", "scales for each token (KL 7 nats)"]  # fmt: skip
+    _, _, to_do = cards.findings(card(overflow))
+    assert to_do.says.endswith(": at w4a4, a rotation (KL 0.3 nats), scales for each token (KL 7 nats).")
     old = {"format": "int8_coarse", "lost": 4.0, "lost_rotated": 0.2}  # of 0.1.0
     assert remedies(old) == {"_rotated": (0.95, "a rotation")}
     massive, *_ = cards.findings(card(entry()) | {"metrics": [{"name": "sink_rate", "value": 0.0}]})

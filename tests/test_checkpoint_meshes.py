@@ -193,7 +193,7 @@ def test_what_was_deleted_on_a_store_is_not_read_from_the_cache(tmp_path, store)
 def test_a_store_without_its_package_is_named():
     with pytest.raises(UserError, match=r"(?s)config file s3://bucket/run cannot be reached.*pip install s3fs"):
         as_path("s3://bucket/run", "config file")
-    for what in ("workdir", "checkpoint"):
+    for what in ("workdir", "checkpoint", "model"):
         with pytest.raises(UserError, match=rf"{what} az://bucket/run: checkpoints are not written there"):
             as_path("az://bucket/run", what)
     with pytest.raises(UserError, match="ftp://host/run is an address"):

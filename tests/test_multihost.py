@@ -163,8 +163,9 @@ with distributed.failing_alone():
     pytest.param(1, signal.SIGSTOP, 60, marks=pytest.mark.slow),  # three times the heartbeat's, on a busy machine
     pytest.param(1, None, 60, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_process_that_is_left_alone_ends(victim, signum, seconds):
+def test_a_process_that_is_left_alone_ends(victim, signum, seconds, tmp_path, monkeypatch):
     """In three lines, and with a status after which a scheduler starts all again; one that fails says why, at once."""
+    monkeypatch.setenv("ORTHOJAX_FAILED", str(tmp_path / "failed"))
     address = f"localhost:{free_port()}"
     processes = [start(["-c", MEETING, address, str(i)], 1, stdin=subprocess.PIPE) for i in range(2)]
     try:
@@ -177,6 +178,7 @@ def test_a_process_that_is_left_alone_ends(victim, signum, seconds):
         if signum is None:
             _, errors = processes[1].communicate()  # ends its input
             assert (processes[1].returncode, errors.splitlines()[-1]) == (1, "ZeroDivisionError")
+            assert (tmp_path / "failed").exists()
         else:
             processes[victim].send_signal(signum)
         _, errors = processes[1 - victim].communicate(timeout=120)
@@ -184,10 +186,31 @@ def test_a_process_that_is_left_alone_ends(victim, signum, seconds):
         assert processes[1 - victim].returncode == distributed.LOST == 75
         assert errors.startswith("error: another process of this run died or hangs\n")
         assert len(errors.splitlines()) == 3, errors
+        assert signum is None or not (tmp_path / "failed").exists()
     finally:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+PREPARING = """
+import sys, time
+import jax
+from orthojax.train import distributed
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+print(distributed.sync_start(lambda: time.sleep(40 * (sys.argv[2] == "0")) or sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_prepares_for_long_is_waited_for():
+    """A collective would give up after half a minute."""
+    address = f"localhost:{free_port()}"
+    processes = [start(["-c", PREPARING, address, str(i)], 1) for i in range(2)]
+    said = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [out.split()[-1] for out, _ in said] == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -276,13 +299,15 @@ def test_slurm_does_not_requeue_what_fails_in_one_process(tmp_path, alone, again
     """The others then end with 75, as they do if it was killed, and srun returns the highest status."""
     command(tmp_path, "srun", 'highest=0; for SLURM_PROCID in 0 1; do export SLURM_PROCID; "${@:4}"; status=$?; '
             "[ $status -gt $highest ] && highest=$status; done; exit $highest")  # fmt: skip
-    command(tmp_path, "orthojax", f"[ $SLURM_PROCID = 0 ] && exit 75; exit {alone}")
+    failed = "" if alone == 137 else "touch $ORTHOJAX_FAILED; "
+    command(tmp_path, "orthojax", f"[ $SLURM_PROCID = 0 ] && exit 75; {failed}exit {alone}")
     command(tmp_path, "scontrol", 'echo "again: $*"')
     done = subprocess.run(
         ["bash", SCRIPTS[0], "--workdir=W"], capture_output=True, text=True, cwd=tmp_path,
         env=environment(tmp_path, SLURM_JOB_ID="7"),
     )  # fmt: skip
     assert (done.returncode, done.stdout.count("again: requeue 7")) == (max(75, alone), again)
+    assert not (tmp_path / "orthojax-failed-7").exists()
 
 
 def test_flags_of_xla_are_known():
@@ -339,7 +364,7 @@ def test_two_processes_find_each_other_as_under_slurm(tmp_path):
     given |= {"SLURM_STEP_NUM_NODES": "1", "JAX_NUM_CPU_DEVICES": "1", "ORTHOJAX_COMPILE_CACHE": ""}
     done = subprocess.run(
         ["bash", SCRIPTS[0], f"--workdir={tmp_path}/run", f"--cache_dir={tmp_path}/cache", *flags],
-        capture_output=True, text=True, env=environment(tmp_path, **given),
+        capture_output=True, text=True, env=environment(tmp_path, **given), cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "run")) == 8 + 2

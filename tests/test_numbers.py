@@ -284,7 +284,7 @@ def test_the_table_of_the_atlas_is_that_of_its_cards():
     for card, (_, *cells) in zip(cards, found, strict=True):
         coarse, w4a4 = ({of["format"]: of for of in card["rounding"]}[name] for name in ("int8_coarse", "w4a4"))
         sinks = [(coarse, ""), (coarse, "_per_token"), (w4a4, "")]
-        shown = [f"{of[f'd_sink_nats{by}']:.3f} ± {of[f'd_sink_nats{by}_se']:.3f}" for of, by in sinks]
+        shown = [f"{of[f'd_sink_nats{by}']:.2g} ± {of[f'd_sink_nats{by}_se']:.1g}" for of, by in sinks]
         (layer,) = w4a4["float_layers"][0]["layers"]
         assert cells == [*shown, f"{w4a4['kl_nats']:.3f}", f"`{layer}`"]
     sink = {card["model"]["name"]: {of["format"]: of["d_sink_nats"] for of in card["rounding"] if "d_sink_nats" in of}
@@ -352,7 +352,7 @@ def said_in_short() -> dict[str, str]:
         "Learned sinks remove the sink": "{} to {} of queries, one run {}; chance {}".format(
             *(percent(pick(of.mean() for of in shares.values())) for pick in (min, max)),
             percent(max(of.max() for of in shares.values())), percent(mean(recipe("adam"), "chance"))),
-        "In equal time Muon with OrthoAdam is best":
+        "In equal time Muon with OrthoAdam beats Adam":
             f"{span(in_equal_time('perplexity_w4a4'), lambda of: -np.expm1(-of), '.1%')} lower after w4a4",
         "Outliers are what coarse int8 breaks": "rank correlation {:.2f}, of the peak {:.2f}; elsewhere not".format(
             rank("kurtosis", "int8_coarse"), rank("peak", "int8_coarse")),

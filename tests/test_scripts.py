@@ -123,24 +123,26 @@ def test_patching_a_head_is_reading_with_its_weights():
     assert abs(found).max() > 1e-3
 
 
-def test_a_sink_goes_with_its_keys():
-    """The key of the first token is 5 along one direction, which every query has."""
+def test_without_a_sink_the_first_token_has_the_keys_of_the_second():
     config = replace(RUN, {"model.num_layers": 2, "model.num_heads": 2, "model.position": "learned"})
     params = jax.tree.map(np.array, drawn_params(config.model, 0.1))
-    params["position_embedding"]["embedding"][0] += 3.0 * np.sign(params["position_embedding"]["embedding"][0])
     for layer in ("layers_0", "layers_1"):
-        attention = params[layer]["attention"]
-        attention["key"]["kernel"] *= 20.0
-        attention["query"]["kernel"] = attention["key"]["kernel"].copy()
-    own = loaded(config, params)
-    tokens = np.random.default_rng(0).integers(0, 32, (2, 8))
-    measured = runpy.run_path(str(ROOT / "examples/remove_sink.py"))["measured"]
-    (mass, loss), (without, changed) = measured(own, tokens)
-    logits, weights = own.model.apply({"params": own.params}, tokens, observe=lambda taps: taps.attention_weights)
-    assert mass == pytest.approx(float(np.mean(np.asarray(weights)[..., 1:, 0])), rel=1e-5)
+        params[layer]["attention"]["key"]["kernel"] *= 9.0
+    own, tokens = loaded(config, params), np.random.default_rng(0).integers(0, 32, (2, 8))
+    (mass, loss), (without, changed) = runpy.run_path(str(ROOT / "examples/remove_sink.py"))["measured"](own, tokens)
+    logits, taps = own.model.apply({"params": own.params}, tokens, observe=lambda taps: taps)
+    assert mass == pytest.approx(float(np.mean(np.asarray(taps.attention_weights)[..., 1:, 0])), rel=1e-5)
     expected = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits[:, 1:-1])), tokens[:, 2:, None], -1).mean()
     assert loss == pytest.approx(float(expected), rel=1e-5)
-    assert abs(changed - loss) > 1e-4
+    keys = np.array(taps.keys)  # each query then weighs the first token as the second one
+    keys[:, :, 0] = keys[:, :, 1]
+    given = Interventions(keys=keys, keys_share=np.pad(np.ones((2, 2, 1)), ((0, 0), (0, 0), (0, 7))))
+    _, weights = own.model.apply(
+        {"params": own.params}, tokens, interventions=given, observe=lambda taps: taps.attention_weights
+    )
+    np.testing.assert_allclose(weights[0, ..., 1:, 0], weights[0, ..., 1:, 1], rtol=1e-5)  # later keys have changed
+    assert without == pytest.approx(float(np.mean(np.asarray(weights)[..., 1:, 0])), rel=1e-5)
+    assert changed != pytest.approx(loss, abs=1e-4)
     assert without != pytest.approx(mass, rel=0.01)
 
 

@@ -119,7 +119,8 @@ def remedies(entry: Card) -> dict[str, tuple[float, str]]:
     """Returns what was tried for a format, as in `REMEDIES` -> share of the KL divergence it takes away, in words.
 
     The best are first. Of the layers in float it is the fewest that take half away, or all three. In cards of 0.1.0,
-    which have no KL divergence, it is the share of the lost perplexity. Of what overflows, a share is that of infinity.
+    which have no KL divergence, it is the share of the lost perplexity. Of what overflows there is no share, nan: the
+    words then say what is left.
     """
     key = "kl_nats" if "kl_nats" in entry or "lost" not in entry else "lost"
     cost = entry.get(key, math.inf)
@@ -130,9 +131,10 @@ def remedies(entry: Card) -> dict[str, tuple[float, str]]:
     if layers:
         of = next((of for of in layers if of[key] < cost / 2), layers[-1])
         tried["_float_layers"] = of[key], f"{', '.join(of['layers'])} in float"
-    left = {kind: (left, words) for kind, (left, words) in tried.items() if left is not None}
-    ordered = sorted(left.items(), key=lambda item: item[1][0])
-    return {kind: (1 - left / cost, words) for kind, (left, words) in ordered}
+    ordered = sorted((left, kind, words) for kind, (left, words) in tried.items() if left is not None)
+    if cost == math.inf:
+        return {kind: (math.nan, f"{words} (KL {number(left)} nats)") for left, kind, words in ordered}
+    return {kind: (1 - left / cost, words) for left, kind, words in ordered}
 
 
 def _to_do(card: Card) -> Finding:
@@ -143,7 +145,8 @@ def _to_do(card: Card) -> Finding:
     shown = failed[: 1 + _OTHERS]
     says = "; ".join(f"at {of['format']}, {_advice(list(remedies(of).values()), i)}" for i, of in enumerate(shown))
     rows = [(of["format"], "helps", of["format"]) for of in shown if remedies(of)]
-    return Finding(f"What takes away the KL divergence: {says}.", rows)
+    of_what = "KL divergence" if any("kl_nats" in of for of in shown) else "lost perplexity"
+    return Finding(f"What helps, and the share of the {of_what} that it removes: {says}.", rows)
 
 
 def _advice(recovered: Sequence[tuple[float, str]], others: int) -> str:
@@ -152,5 +155,5 @@ def _advice(recovered: Sequence[tuple[float, str]], others: int) -> str:
         return "nothing was tried"
     if recovered[0][0] <= 0:
         return "nothing that was tried"
-    shown = [f"{words} {share(much) if much > 0 else 'takes away nothing'}" for much, words in recovered]
-    return ("" if recovered[0][0] > 0.5 else "less than half: ") + ", ".join(shown[:1] if others else shown)
+    shown = [words if math.isnan(much) else f"{words} {share(max(much, 0.0))}" for much, words in recovered]
+    return ("less than half: " if recovered[0][0] <= 0.5 else "") + ", ".join(shown[:1] if others else shown)

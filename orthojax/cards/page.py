@@ -165,7 +165,8 @@ def _rounding_tables(entries: Sequence[Mapping[str, Any]]) -> list[Table]:
     tables = [Table("What rounding costs", columns, rows, "rounding")] if rows else []
     failed = [(entry, of) for entry in entries if (of := remedies(entry)) and fails(entry)]
     kinds = [kind for kind in REMEDIES if any(kind in of for _, of in failed)]
-    helps = [[entry["format"], *(share(of[kind][0]) if kind in of else "-" for kind in kinds),
+    known = lambda of, kind: kind in of and not math.isnan(of[kind][0])  # noqa: E731
+    helps = [[entry["format"], *(share(of[kind][0]) if known(of, kind) else "-" for kind in kinds),
               _with_error_below(entry, "d_sink_nats", signed)] for entry, of in failed]  # fmt: skip
     caption = "What helps: share of the KL divergence; D_sink, the loss that goes with the first token in float"
     columns = ["format", *(REMEDIES[kind] for kind in kinds), "D_sink (nats)"]

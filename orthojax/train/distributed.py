@@ -153,6 +153,10 @@ def failing_alone() -> Iterator[None]:
         except Exception:
             status: Any = error.code if isinstance(error, SystemExit) else 2
             known = isinstance(error, SystemExit | UserError | OSError)
+            # The others will end as if this process had been lost, for a scheduler to start again: it would fail again.
+            if (failed := os.environ.get("ORTHOJAX_FAILED")) and not isinstance(error, KeyboardInterrupt):
+                with contextlib.suppress(OSError):
+                    open(failed, "w").close()
             atexit.register(os._exit, status if known else 130 if isinstance(error, KeyboardInterrupt) else 1)
             atexit.register(sys.stdout.flush)  # runs first; both before what JAX has registered, and after the message
         raise
